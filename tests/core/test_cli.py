@@ -255,7 +255,8 @@ def kernels(model: str, tokens: tuple[int, ...], tp: int = 8, products: bool = T
     """Return what explain says of the kernel of each layer of a model: its products, too, or only what is around."""
     config = model_config.read(model)
     calls = [*(model_layers.calls(config, tp) if products else ()), *explain.around(config, tp, None, GFX942)]
-    return {layer: kernel for layer, _, _, kernel in explain.explain_model(calls, GFX942, tokens, False)}
+    unserved = model_layers.unserved(config, tp) if products else ()
+    return {layer: kernel for layer, _, _, kernel in explain.explain_model(calls, GFX942, tokens, False, unserved)}
 
 
 def test_explain_of_a_model_says_what_vllm_keeps(capsys, monkeypatch):

@@ -244,12 +244,13 @@ GLM = "glm-4.5-air-fp8"
 
 
 def test_glm_at_tp4():
-    """No norm before experts is fused: the router reads its input in float32."""
+    """The norm before experts quantizes nothing: the router reads its result, too."""
     norm, activation = "rms_norm_dynamic_per_token_quant", "silu_and_mul_per_token_quant"
     assert found(read(GLM), 4) == {
         "input norm": [(norm, 4096, 1), (norm, 4096, 45)],
         "qkv": [("scaled_mm", 3584, 4096, 46)],
         "o": [("scaled_mm", 4096, 3072, 46)],
+        "post-attention norm": [("fused_add_rms_norm", 4096, 45)],
         "dense post-attention norm": [(norm, 4096, 1)],
         "dense gate_up": [("scaled_mm", 5472, 4096, 1)],
         "dense SwiGLU": [(activation, 2736, 1)],

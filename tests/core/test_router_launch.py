@@ -1,5 +1,7 @@
 """Test models whose router multiplies and chooses experts in one launch: their calls, explain and predicted steps."""
 
+import dataclasses
+
 import torch
 from marks import full
 from test_cli import kernels, measured
@@ -8,6 +10,7 @@ from test_step import DEEPSEEK, check_one_launch, steps_with
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs
+from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.models.config import read
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -28,8 +31,23 @@ def test_a_router_and_its_topk_in_one_launch():
         assert (a.e_score_correction_bias is None) == (model != "deepseek-v3")
         assert len(call.op.explain(*a, arch=archs.named("gfx942")).launches) == 1
         assert joins(call.fusion, product, choice) and not joins(call.fusion, choice, product)
-    for model in (GLM, LLAMA):
-        assert fused(read(model), ops.router_gemm_topk) == []
+    assert fused(read(LLAMA), ops.router_gemm_topk) == []
+
+
+def test_a_float_gate_and_its_topk_in_one_launch():
+    """vLLM runs its GEMM otherwise: the plugin has none for a float32 weight."""
+    [call] = fused(read(GLM), ops.router_gemm_topk, tp=2)
+    a = call.op.Arguments(*call.case(40).make("meta", torch.Generator(), torch.float8_e4m3fn))
+    assert call.launches[0] == "router" and [part.layer for part in call.parts] == ["routing"]
+    assert (*a.weight.shape, a.weight.dtype, a.x.dtype) == (128, 4096, torch.float32, torch.bfloat16)
+    for arch in ("gfx942", "gfx950"):
+        [launch] = call.op.explain(*a, arch=archs.named(arch)).launches
+        assert launch.symbol.startswith("router_gemm_topk_fp32_x4_wave_splitk_")
+    product = model_layers.Launch("router", (128, 4096), "GateLinear of float32 weights", torch.float32)
+    [choice] = call.parts
+    assert joins(call.fusion, product, choice) and not joins(call.fusion, choice, product)
+    for other in ({"dtype": torch.bfloat16}, {"parameters": ()}, {"layer": "gate"}):
+        assert not joins(call.fusion, dataclasses.replace(product, **other), choice)
 
 
 def test_explain_of_a_model_knows_the_launch_that_multiplies_and_routes(monkeypatch):
@@ -43,13 +61,16 @@ def test_explain_of_a_model_knows_the_launch_that_multiplies_and_routes(monkeypa
     for model, shape in (
         ("deepseek-v3", "256x7168 bfloat16 top 8 normalized sigmoid 4 of 8 groups bias"),
         ("qwen3-30b-a3b-fp8", "128x2048 bfloat16 top 8 normalized"),
+        (GLM, "128x4096 float32 top 8 normalized sigmoid bias"),
     ):
-        keys = [f"router_gemm_topk {shape} {baseline}" for baseline in ("rocm_unquantized_gemm", "separate")]
+        baselines = ("float32_gate",) if model == GLM else ("rocm_unquantized_gemm", "separate")
+        keys = [f"router_gemm_topk {shape} {baseline}" for baseline in baselines]
         assert explained(model, {})[one].startswith("two launches (unmeasured")
         found = explained(model, dict.fromkeys(keys, fast))
-        assert found[one].startswith("router_gemm_topk_x4_wave_splitk_8")
+        kernel = "router_gemm_topk_fp32_x4" if model == GLM else "router_gemm_topk_x4"
+        assert found[one].startswith(f"{kernel}_wave_splitk_8")
         assert found["router"] == found["routing"] == f"in {one}"
-        found = explained(model, dict(zip(keys, (fast, slow))))
+        found = explained(model, dict(zip(keys, (fast, slow) if len(keys) > 1 else (slow,))))
         assert found[one].startswith("two launches (measured") and not found["router"].startswith("in ")
 
 

@@ -26,7 +26,7 @@ STEPS = sorted((2**power + of for power in range(20, 35) for of in (4096, -4096)
 FAR, FARTHEST = 2**31 - 2**26, 2**35  # bytes from an argument's first to its last; 64 rows below 32 MB reach the former
 COLUMN = "a column, by the contract"
 OWN = {
-    (ops.router_gemm_topk, "x"): "at most 16 rows, each below 32 MB",
+    (ops.router_gemm_topk, "x"): "test_last_group_of_long_rows",
     (ops.gemm, "a"): "test_rows_and_columns_of_any_product",
     (ops.gemm, "b"): "test_rows_and_columns_of_any_product",
     (ops.gemm, "bias"): COLUMN,

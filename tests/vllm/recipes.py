@@ -1,11 +1,13 @@
 """Ask what vLLM selects under the FP8 recipes for AMD, with the plugin. selection.py calls this where AITER is on.
 
-An answer has a part for linear layers, experts and attention: the plugin's class and what it holds, or vLLM's class and why.
+An answer has a part for linear layers, experts, attention, and the router of a model: the plugin's class or op and what it holds, or
+vLLM's class and why.
 """
 
 import contextlib
 import dataclasses
 import os
+import pathlib
 import types
 
 LATENT = {"head_size": 576, "use_mla": True}
@@ -20,7 +22,7 @@ class Recipe:
     """Flags besides VLLM_ROCM_USE_AITER=1, and the layers of the models.
 
     `linear` and `experts` are names of formats.LINEARS. `options` belong to vLLM's kernel configuration, `moe` to
-    `selection.moe_config`, `heads` to `selection.attention_backend`.
+    `selection.moe_config`, `heads` to `selection.attention_backend`. `gated` is a model whose router has a float32 weight.
     """
 
     linear: str
@@ -32,11 +34,13 @@ class Recipe:
     moe: dict = dataclasses.field(default_factory=dict)
     heads: dict = dataclasses.field(default_factory=dict)
     has_own_attention: bool = False
+    gated: str = ""
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The kinds of layers that are asked about."""
-        return "linear", *["experts"] * bool(self.experts), *["attention"] * (not self.has_own_attention)
+        experts = *["experts"] * bool(self.experts), *["router"] * bool(self.gated)
+        return "linear", *experts, *["attention"] * (not self.has_own_attention)
 
     @property
     def flags(self) -> str:
@@ -46,14 +50,19 @@ class Recipe:
         return " ".join([*(f"{name}={value}" for name, value in self.environment.items()), *options])
 
 
+CONFIGS = pathlib.Path(__file__).parents[2] / "serving_benchmarks" / "configs"
 AITER = {"moe_backend": "aiter", "linear_backend": "aiter"}
 SOFTMAX = {"routing_method": "RenormalizeNaive"}
 RECIPES = {
     "DeepSeek-R1, V3, V3.1": Recipe("block", "block", heads=LATENT),
     "DeepSeek-V3.2": Recipe("block", "block", heads=SPARSE),
     "GLM-5.2": Recipe("block", "block", FUSED, AITER, heads=SPARSE),
-    "GLM-4.5 to 4.7": Recipe("per token", "per token"),
-    "MiniMax-M2 to M2.7": Recipe("block", "block", SHUFFLED, {}, "ROCM_AITER_FA", moe={"routing_method": "MiniMax2"}),
+    "GLM-4.5 to 4.7": Recipe("per token", "per token", gated="glm-4.5-air-fp8"),
+    "MiniMax-M2 to M2.7": Recipe(
+        *("block", "block", SHUFFLED, {}, "ROCM_AITER_FA"),
+        moe={"routing_method": "MiniMax2"},
+        gated=str(CONFIGS / "minimax-m2"),
+    ),
     "MiniMax-M3, MXFP8": Recipe(
         *("mxfp8", "mxfp8", FUSED, {"linear_backend": "emulation"}),
         has_own_attention=True,
@@ -108,6 +117,20 @@ def experts(torch, recipe: Recipe, config) -> str:
     beside = next((one for one in fits if tuple(scheme) in one.schemes), plugin[-1])
     why = beside.is_supported_config(beside, *whole)[1] or ""
     return f"{chosen.__name__}: {why.removeprefix(f'{beside.__name__} ').removeprefix('kernel ')}"
+
+
+def router(torch, recipe: Recipe, config) -> str:
+    """Return the part for routers: the op with vLLM's gate, in a decode step of a model that vLLM builds in another process."""
+    from vllm_rocm_ops.models import asking
+    from vllm_rocm_ops.models import config as model_config
+
+    arch = torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]
+    blocks = asking.asked(model_config.read(recipe.gated), 1, None, arch)["blocks"]
+    named = {launch[0]: launch for _, block in blocks for launch in block}
+    _, _, sizes, dtype, gate = named["router"]
+    if len(sizes) == 2 and named["routing"][2] and dtype == "float32":
+        return f"router_gemm_topk holds {gate.partition(' ')[0]}"
+    return f"{gate.partition(' ')[0]}: {named['routing'][-1]} routes"
 
 
 def attention(torch, recipe: Recipe, config) -> str:

@@ -36,7 +36,7 @@ WANTED = {
     "mistral-small-24b-fp8-dynamic": (1, {"down": ("scaled_mm", (5120, 32768, True), 40)}),
     "ernie-4.5-21b-a3b-fp8": (1, {
         "dense down": ("block_scaled_mm", (2560, 12288), 1), "shared down": ("block_scaled_mm", (2560, 3072), 27),
-        "experts": ("fused_experts", (64, 64, 6, 2560, 1536, "block"), 27), "routing": ("FusedTopKBiasRouter", (), 27),
+        "experts": ("fused_experts", (64, 64, 6, 2560, 1536, "block"), 27), "routing": ("FusedTopKBiasRouter", (64, 6, True, 1, 1, "softmax", 1.0, True), 27),
     }),
     "gpt-oss-20b": (2, {
         "qkv": ("unquantized_gemm", (2560, 2880, True), 24), "experts": ("Mxfp4", (), 24), "attention": ("sink", (), 24),

@@ -142,20 +142,33 @@ def _gated(step: Step) -> Found:
 
 
 def _router(step: Step) -> Found:
-    """Find a router's GEMM before its top-k; parameters are the GEMM's sizes, then `grouped_topk`'s without the experts."""
-    for product, choice in _pairs(step):
-        if product.layer == "router" and product.op is ops.unquantized_gemm and len(product.parameters) == 2:
-            plain = {ops.grouped_topk: (), ops.topk_softmax: PLAIN_ROUTING}.get(choice.op)
-            if plain is not None:
-                yield (product, choice), (*product.parameters, *choice.parameters[1:], *plain)
+    """Find a router's GEMM before its top-k.
+
+    Parameters are the GEMM's sizes, "float32" for such a weight, then `grouped_topk`'s without the experts. With that weight the GEMM has no
+    op, and a top-k of vLLM's has none.
+    """
+    for product, choice in itertools.pairwise(step):
+        if (
+            (product.layer, choice.layer) != ("router", "routing")
+            or len(product.parameters) != 2
+            or not choice.parameters
+        ):
+            continue
+        plain = PLAIN_ROUTING if len(choice.parameters) == 3 else ()
+        is_op = isinstance(product, LayerCall)
+        if product.op is ops.unquantized_gemm if is_op else product.dtype == torch.float32:
+            weight = () if is_op else ("float32",)
+            launches = (each if isinstance(each, LayerCall) else each.layer for each in (product, choice))
+            yield (*launches,), (*product.parameters, *weight, *choice.parameters[1:], *plain)
 
 
-def _router_arguments(
-    tokens: int, inputs: Inputs, experts: int, hidden: int, topk: int, renormalize: bool, *rest
-) -> tuple:
+def _router_arguments(tokens: int, inputs: Inputs, experts: int, hidden: int, topk: int | str, *rest) -> tuple:
     """Return arguments of `router_gemm_topk`."""
-    _, *options = model_arguments.routing(tokens, inputs, experts, topk, renormalize, *rest)
-    return *ops.unquantized_gemm.linear(tokens, inputs, experts, hidden), *options
+    dtype = None
+    if isinstance(topk, str):
+        dtype, topk, *rest = getattr(torch, topk), *rest
+    _, *options = model_arguments.routing(tokens, inputs, experts, topk, *rest)
+    return inputs.values(tokens, hidden), inputs.values(experts, hidden, dtype=dtype), *options
 
 
 def _attentions(step: Step) -> Iterator[tuple[dict[str, LayerCall | Launch], LayerCall]]:

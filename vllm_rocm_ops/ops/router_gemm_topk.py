@@ -24,16 +24,25 @@ MODULE = "router_gemm_topk"
 ROWS = 16  # experts per tile
 VALUES = (4, 8, 16)  # experts per lane, by kernel
 WAVES = 4  # per block; in the last block each routes a token
-MAX_TOKENS = skinny_gemm.TOKENS[ROWS][-1]
+MAX_TOKENS, MAX_FLOAT_TOKENS = skinny_gemm.TOKENS[ROWS][-1], 64  # of a bf16 weight, and of a float32 one
 MOST_BLOCKS = 2  # per compute unit
-UNIT = weight_layout.STEP * skinny_gemm.WAVE_SPLIT_K_UNIT  # bytes along K
+UNIT = weight_layout.STEP * skinny_gemm.WAVE_SPLIT_K_UNIT  # bytes of x along K
+FLOAT_STEP = 2 * weight_layout.STEP  # bytes of a float32 weight along K that a step multiplies
 # The cost model: units of a slice whose loads are in flight at once, kStages of csrc/gemm/skinny/wave_split_k.h; microseconds of another
 # unit, and of a wave for a token. They fit the predictions of timing/ for DeepSeek-V3 and Qwen3-30B-A3B on MI300X.
 UNITS_IN_FLIGHT, UNIT_US, ROUTE_US = 4, 0.1, 2.0
+FLOAT_BLOCK_US = 1.1  # at least, of each block of a compute unit with a float32 weight: chosen configurations of `bench gates` on H200
 
 
 def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
-    return gemm.activations(a.x), gemm.weight(a.weight)
+    """Return x and the weight, with x's bytes along K for both: a step multiplies the same elements of both."""
+    x = gemm.activations(a.x)
+    return x, gemm.weight(a.weight)._replace(k=x.k)
+
+
+def most_tokens(dtype: torch.dtype) -> int:
+    """Return the most tokens that kernels take with a weight of this dtype."""
+    return MAX_FLOAT_TOKENS if dtype == torch.float32 else MAX_TOKENS
 
 
 def _experts(a) -> int:
@@ -55,20 +64,25 @@ def _division(a, arch: Arch) -> tuple[int, int] | None:
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "x", "[M, K], floating point of 16 bits or more", describe(a.x), a.x.dim() == 2 and is_wide_float(a.x)
     k = a.x.shape[-1]
-    holds = a.weight.dtype == a.x.dtype and gemm.is_weight(a.weight, k) and _experts(a) > 0
-    yield "weight", f"{a.x.dtype} [E, K={k}] or a shuffled weight of this K", describe(a.weight), holds
+    dtypes = dict.fromkeys((a.x.dtype, torch.float32))
+    holds = a.weight.dtype in dtypes and gemm.is_weight(a.weight, k) and _experts(a) > 0
+    wanted = f"{' or '.join(map(str, dtypes))} [E, K={k}] or a shuffled weight of this K"
+    yield "weight", wanted, describe(a.weight), holds
     yield from moe_routing.choice_contract(a, a.x.shape[0], _experts(a))
 
 
 def _allocate(a) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, dtype = a.x.shape[0], torch.promote_types(a.x.dtype, torch.float32)
-    weights = a.x.new_empty((tokens, a.topk), dtype=dtype)
-    return a.x.new_empty((tokens, _experts(a))), weights, a.x.new_empty((tokens, a.topk), dtype=torch.int32)
+    tokens, dtype = a.x.shape[0], torch.promote_types(a.x.dtype, a.weight.dtype)
+    logits = a.x.new_empty((tokens, _experts(a)), dtype=dtype)
+    weights = a.x.new_empty((tokens, a.topk), dtype=torch.promote_types(dtype, torch.float32))
+    return logits, weights, a.x.new_empty((tokens, a.topk), dtype=torch.int32)
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "x is bfloat16", a.x.dtype == torch.bfloat16
-    yield f"M is at most {MAX_TOKENS}", a.x.shape[0] <= MAX_TOKENS
+    most = most_tokens(a.weight.dtype)
+    yield f"M is at most {most}", a.x.shape[0] <= most
+    yield "a float32 weight is not shuffled", a.weight.dtype != torch.float32 or a.weight.dim() == 2
     yield from gemm.can_implement(*_operands(a))
     yield from moe_routing.choice_rules(a)
     wanted = " or ".join(map(str, VALUES))
@@ -76,51 +90,64 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _configs(a, arch: Arch) -> list[SkinnyConfig]:
-    """Return the divisions of K into slices of whole units, with a block per slice and tile; none if no lanes fit the experts."""
+    """Return the divisions of K into slices of whole units, with a block per slice and tile; none if no lanes fit the experts.
+
+    With a float32 weight, groups of tokens, of the size of either kernel, have such blocks each.
+    """
     if _division(a, arch) is None:
         return []
-    weight = gemm.weight(a.weight)
+    tokens, weight = _operands(a)
     tiles = -(-weight.rows // ROWS)
     units = -(-weight.k // UNIT)
     most = max(MOST_BLOCKS * arch.compute_units // tiles, 1)
     slices = dict.fromkeys(-(-units // of_slice) for of_slice in range(-(-units // most), units + 1))
-    return [SkinnyConfig(ROWS, split_k, tiles * split_k) for split_k in slices]
+    groups = {1}
+    if a.weight.dtype == torch.float32:
+        groups = {max(-(-tokens.rows // size), 1) for size in skinny_gemm.TOKENS[ROWS]}
+    return [SkinnyConfig(ROWS, split_k, tiles * split_k, count) for count in sorted(groups) for split_k in slices]
 
 
 def _cost(config: SkinnyConfig, a, arch: Arch) -> dict[str, float]:
     """Return the modeled microseconds of a configuration.
 
-    A slice costs one latency if all its loads are in flight at once. The last block loads a few slices' sums at once.
+    A slice costs one latency if all its loads are in flight at once. The last block loads a few slices' sums at once. Groups of tokens
+    run side by side.
     """
     tokens, weight = _operands(a)
-    costs, tiles = arch.costs.skinny, config.blocks // config.split_k
+    costs, tiles, rows = arch.costs.skinny, config.blocks // config.split_k, -(-tokens.rows // config.groups)
+    of_weight = weight.rows * a.x.shape[1] * a.weight.element_size()
+    of_block = max(costs.block_us, FLOAT_BLOCK_US if a.weight.dtype == torch.float32 else 0.0)
     units = -(-weight.k // (UNIT * config.split_k))
     latency = max(units / UNITS_IN_FLIGHT, 1.0) * skinny_gemm.LATENCY_US + units * UNIT_US
     rounds = -(-config.split_k // skinny_gemm.SUMMED_AT_ONCE)
-    of_sums = 4 * config.split_k * tokens.rows * tiles * ROWS
+    of_sums = 4 * config.split_k * rows * tiles * ROWS
     return {
-        "streaming": max(weight.rows * weight.k / (arch.bandwidth_gb_s * 1e3), latency),
-        "blocks": -(-config.blocks // arch.compute_units) * costs.block_us,
+        "streaming": max(of_weight / (arch.bandwidth_gb_s * 1e3), latency),
+        "blocks": -(-config.blocks * config.groups // arch.compute_units) * of_block,
         "sharing": costs.sharing_us,
         "sums": of_sums / arch.costs.sums_bytes_per_us + (rounds - 1) * costs.sum_round_us,
-        "routing": -(-tokens.rows // WAVES) * ROUTE_US,
+        "routing": -(-rows // WAVES) * ROUTE_US,
     }
 
 
 def _plan(config: SkinnyConfig, outputs: tuple[Tensor, Tensor, Tensor], a, arch: Arch) -> list[Launch]:
     logits, *chosen = outputs
-    product = gemm.Product(logits, *_operands(a))
+    product, is_float = gemm.Product(logits, *_operands(a)), a.weight.dtype == torch.float32
     values, lanes = _division(a, arch)
     tokens, experts = logits.shape
+    of_group = config.blocks * ROWS * min(tokens, skinny_gemm.block_tokens(config, product.a))  # sums
     routing = moe_routing.choice_arguments(a, chosen, tokens, experts, lanes)
     routing |= {"logits": None, "stride": experts, "epsilon": EPSILON, "is_sigmoid": int(a.scoring_func == "sigmoid")}
     further = {
-        "partials": Workspace(config.blocks * ROWS * tokens * 4),
-        "counters": Counters(1),
+        "partials": Workspace(config.groups * of_group * 4),
+        "group_partials": of_group,
+        "counters": Counters(config.groups),
         "blocks": config.blocks,
         "routing": routing,
     }
-    return skinny_gemm.launch(MODULE, config, product, arch, kind=f"x{values}", **further)
+    if is_float:
+        further["b_step"] = FLOAT_STEP
+    return skinny_gemm.launch(MODULE, config, product, arch, kind=f"{'fp32_' * is_float}x{values}", **further)
 
 
 # cases
@@ -164,6 +191,24 @@ def _cases() -> Iterator[Case]:
     yield case("strided", 5, 128, 512, 8, padding=64)
     yield case("shuffled", 5, 128, 576, 8, shuffled=True)
     yield case("no-tokens", 0, 256, 512, 8, *deepseek)
+    # 17 tokens take two or three groups, 64 four or eight; lengths end within steps, slices and units.
+    minimax, float_weight = (1, 1, "sigmoid", 1.0), {"dtype": torch.float32}
+    for m in (1, 8, 9, 17, 40, 64):
+        yield case(f"fp32-m{m}", m, 256, 576, 8, *minimax, bias=torch.float32, **float_weight)
+    yield case("fp32-minimax-m5", 5, 256, 3072, 8, *minimax, bias=torch.float32, **float_weight)
+    yield case("fp32-deepseek-m20", 20, 256, 1544, 8, *deepseek, bias=torch.float32, **float_weight)
+    yield case("fp32-qwen-m3", 3, 128, 1024, 8, **float_weight)
+    for experts, m in ((512, 3), (512, 12), (384, 2), (384, 33)):
+        yield case(f"fp32-{experts}-experts-m{m}", m, experts, 512, 10, renormalize=False, **float_weight)
+    yield case("fp32-two-groups-m9", 9, 512, 512, 8, 2, 1, "sigmoid", bias=torch.float32, **float_weight)
+    yield case("fp32-rows-of-a-part-tile", 18, 72, 512, 6, 6, 6, "sigmoid", bias=torch.bfloat16, **float_weight)
+    yield case("fp32-padding", 23, 128, 512, 8, is_padded=True, **float_weight)
+    yield case("fp32-equal", 21, 128, 512, 8, equal=True, **float_weight)
+    yield case("fp32-not-finite", 19, 128, 512, 8, not_finite=True, **float_weight)
+    yield case("fp32-shortest-k", 2, 128, 8, 8, **float_weight)
+    yield case("fp32-strided", 21, 128, 512, 8, padding=64, **float_weight)
+    yield case("fp32-shuffled", 2, 128, 512, 8, shuffled=True, **float_weight)
+    yield case("fp32-no-tokens", 0, 256, 512, 8, *minimax, **float_weight)
 
 
 def _inputs(m, experts, k, topk, routing, given, device, generator, fp8_dtype) -> tuple:
@@ -175,14 +220,18 @@ def _inputs(m, experts, k, topk, routing, given, device, generator, fp8_dtype) -
             row[torch.randperm(k, generator=generator)[:64]] = 1.0
         return values * torch.randint(-most, most + 1, (count, k), generator=generator)
 
+    dtype = given.get("dtype", torch.bfloat16)
     x, weight = torch.randint(-2, 3, (m, k), generator=generator) / 32, rows(experts, 2, padding)
+    if dtype == torch.float32:  # 17 more bits, which all three parts of the kernels' weights have
+        weight = weight / 2 + (weight != 0) * torch.randint(-(2**15), 2**15, weight.shape, generator=generator) / 2**17
     if given.get("equal"):
         weight[1::2] = weight[:1]
         x[:1] = 0
     if given.get("not_finite"):
         x[0, 0], x[1, k - 1], x[2] = torch.nan, torch.inf, -torch.inf
         weight[:, k - 1] = torch.where(torch.arange(experts) % 3 == 0, 1.0, -1.0)
-    x, weight = (gemm.padded(t, by).bfloat16().to(device)[:, :k] for t, by in ((x, padding), (weight, 2 * padding)))
+    padded = (x, padding, torch.bfloat16), (weight, 2 * padding, dtype)
+    x, weight = (gemm.padded(rows, by).to(kind).to(device)[:, :k] for rows, by, kind in padded)
     if given.get("shuffled"):
         weight = weight_layout.shuffle_weight(weight)
     bias = given.get("bias") and torch.rand(experts, generator=generator).to(given["bias"]).to(device)
@@ -202,7 +251,7 @@ def _inputs(m, experts, k, topk, routing, given, device, generator, fp8_dtype) -
     configs=_configs,
     cost=_cost,
     plan=_plan,
-    problem=lambda a: {**gemm.problem(*_operands(a)), "topk": a.topk},
+    problem=lambda a: {**gemm.problem(*_operands(a)), "topk": a.topk, "weight_bytes": a.weight.element_size()},
     cases=_cases,
     meanings=routing.MEANINGS,
     sums=True,
@@ -221,21 +270,24 @@ def router_gemm_topk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply by a router's weight as `unquantized_gemm` does, then choose experts as `grouped_topk` does.
 
-    Without groups, bias and scale, `topk_softmax` chooses the same experts. Kernels take up to 16 tokens.
+    Without groups, bias and scale, `topk_softmax` chooses the same experts. Kernels take up to 16 tokens, with a float32
+    weight 64.
 
     Args:
         x: [M, K], bf16, K innermost; rows may be strided.
-        weight: [E, K], x's dtype, K innermost; rows may be strided. Or `shuffle_weight(weight)`.
+        weight: [E, K], x's dtype or float32, K innermost; rows may be strided. Or `shuffle_weight(weight)`, which kernels
+            read in bf16.
         renormalize: Divide the weights by their sum + 1e-20.
 
     Returns:
-        The triple (logits [M, E] in x's dtype, weights [M, topk] float32, ids [M, topk] int32, -1 for padding). Experts
+        The triple (logits [M, E] in weight's dtype, weights [M, topk] float32, ids [M, topk] int32, -1 for padding). Experts
         are chosen by the rounded logits.
 
     Source:
-        vLLM's `dsv3_router_gemm` and `grouped_topk`, in one launch.
+        vLLM's `dsv3_router_gemm` or `fp32_router_gemm`, and `grouped_topk`, in one launch.
     """
-    logits = unquantized_gemm.reference(x, weight)
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    logits = unquantized_gemm.reference(x.to(dtype), weight.to(dtype))
     groups = num_expert_group, topk_group, scoring_func, routed_scaling_factor
     weights, ids = grouped_topk.reference(logits, topk, renormalize, *groups, e_score_correction_bias)
     return logits, weights, ids if is_padding is None else ids.masked_fill(is_padding[:, None], -1)

@@ -124,9 +124,17 @@ def explain_model(
         for (kernel, why), sizes in rows.items():
             tokens, blocks = (",".join(filter(None, map(str, column))) for column in zip(*sizes))
             lines.append((call.layer, str(call.count), call.op.name, tokens, kernel, blocks, why))
-    every = ",".join(map(str, batches))
+    named = {launch: call for call in calls for launch in getattr(call, "launches", ()) if isinstance(launch, str)}
     for launch, count in unserved:
-        lines.append((launch.layer, str(count), "", every, "vLLM's kernel", "", launch.runs))
+        by: dict[tuple[str, str], list[str]] = {}
+        for batch in batches:
+            within = named.get(launch.layer)
+            is_ours = within is not None and comparisons.served(within, arch, record, batch)[0]
+            by.setdefault((f"in {within.layer}", "") if is_ours else ("vLLM's kernel", launch.runs), []).append(
+                str(batch)
+            )
+        for (kernel, why), sizes in by.items():
+            lines.append((launch.layer, str(count), "", ",".join(sizes), kernel, "", why))
     if verbose:
         return lines
     short = [(*line[:2], line[3], f"{line[4]} ({line[6]})" if line[6] else line[4]) for line in lines[1:]]

@@ -5,6 +5,7 @@ Each function names the last release that needs it. No other file compares relea
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -77,6 +78,16 @@ def clamped_swiglu(experts: FusedMoEExperts) -> tuple[float | None, float, float
     quant = experts.quant_config
     alpha, beta = quant.gemm1_alpha, quant.gemm1_beta
     return quant.gemm1_clamp_limit, 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
+
+
+@functools.cache
+def gate_classes() -> tuple[type, ...]:
+    """Return the classes of vLLM's gates. Up to 0.30 GLM-4.x's is PyTorch's, whose tokens its code converts to float32."""
+    from torch.nn import Linear
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    return GateLinear, ReplicatedLinear, Linear
 
 
 def returns_routed_experts(config: VllmConfig) -> bool:

@@ -8,6 +8,7 @@
 // allows 0.48 cycles per byte, so the saving shortens no kernel, and the dense instruction stays.
 #pragma once
 #include "gemm/skinny/epilogue.h"
+#include "gemm/skinny/tile_operands.h"
 #include "gemm/skinny/weights.h"
 
 // Another epilogue, or by default TileEpilogue.
@@ -24,6 +25,8 @@ template <class Type, int kTokens, ScaleGranularity kScales, class Scale = Fp32S
           class OtherEpilogue = void>
 struct WaveSplitK {
   using Problem = typename ProblemOf<kGated>::Type;
+  using Operands = TileOperands<Type>;
+  using Sums = typename Operands::Sums;
   static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens, kSliceSteps = 2,
                        kStages = mma::kStages;
   static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnitSteps = kSliceSteps * mma::kWaves;
@@ -45,7 +48,7 @@ struct WaveSplitK {
   DEVICE WeightTile weight_tile(int tile) const { return scaled_tile_weights<Scale, kGated>(p, tile * mma::kRows, 0); }
 
   struct KSlice {
-    mma::Weights weights[kSliceSteps] = {};
+    typename Operands::Weights weights[kSliceSteps] = {};
     u32x4 tokens[kSliceSteps][kTiles];
     typename Scale::Loaded scale_a[kTiles][mma::kValueTokens] = {}, scale_b = 0;  // for kBlock
   };
@@ -60,7 +63,9 @@ struct WaveSplitK {
       const bool inside = u * mma::kDepth < bytes;
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l)
-        mem::refill(k_slice.weights[u].load[l], tile.weights[l], step * p.b_step, inside);
+#pragma unroll
+        for (int v = 0; v < Operands::kVecs; ++v)
+          mem::refill(k_slice.weights[u].load(l, v), tile.weights[l], step * p.b_step + v * 16, inside);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         const int token = t * mma::kTileTokens + mma::tile_token(lane);
@@ -98,7 +103,7 @@ struct WaveSplitK {
     };
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) load_next(stages[i]);
-    f32x4 sum[kTiles] = {};
+    Sums sum[kTiles] = {};
     int parity = 0;
     Epilogue epilogue{p, schedule};
     begin_tile(epilogue, current.tile);
@@ -106,23 +111,24 @@ struct WaveSplitK {
       const float scale_b = kScaled ? Scale::value(k_slice.scale_b) : 1.0f;
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        f32x4 product = kScaled ? f32x4{} : sum[t];
+        Sums product = kScaled ? Sums{} : sum[t];
 #pragma unroll
         for (int u = 0; u < kSliceSteps; ++u)
-          product = mma::multiply_tile<Type>(product, k_slice.weights[u], k_slice.tokens[u][t]);
+          product = Operands::multiply(product, k_slice.weights[u], k_slice.tokens[u][t]);
         if constexpr (!kScaled) sum[t] = product;
         else
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            sum[t][i] += product[i] * (Scale::value(k_slice.scale_a[t][i % mma::kValueTokens]) * scale_b);
+            sum[t].value[i] += product.value[i] * (Scale::value(k_slice.scale_a[t][i % mma::kValueTokens]) * scale_b);
       }
       const TileWork next = schedule.after(current);
       if (next.tile != current.tile) {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-          for (int value = 0; value < 4; ++value) buffer.sum[parity][wave::index()][t][value][lane] = sum[t][value];
-          sum[t] = f32x4{};
+          for (int value = 0; value < 4; ++value)
+            buffer.sum[parity][wave::index()][t][value][lane] = sum[t].total(value);
+          sum[t] = Sums{};
         }
         block_barrier();  // hazard: the waves' sums are read before they are written
         end_tile(epilogue, parity);

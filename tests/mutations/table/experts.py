@@ -108,7 +108,7 @@ BUGS = (
     Bug("router: the last slice missing", "ops/router_gemm_topk.hip", "own.count && slice + s < slices",
         "own.count && slice + s < slices - 1", Cases(ops.router_gemm_topk, "deepseek-m1", said=WRONG)),
     Bug("router: a choice by sums that are not rounded", "ops/router_gemm_topk.hip",
-        "x[i] = Type::unpack(rounded[i / 4][i / 2 % 2])[i % 2];", "x[i] = sums[i / 4][i % 4];",
+        "x[i] = Rounded::value(rounded[i / 4], i % 4);", "x[i] = sums[i / 4][i % 4];",
         Tests("test_same_bits.py::test_a_router_gives_the_bits_of_its_two_launches[gfx942-16-3]", module="router_gemm_topk")),
 )
 # fmt: on

@@ -101,7 +101,7 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     issue instructions if that is longer. Blocks that share tiles add synchronization and partial sums.
     """
     tiles, steps, unit_steps = _division(config, b, unit)
-    costs, tokens = arch.costs.skinny, _tokens(config, a)
+    costs, tokens = arch.costs.skinny, block_tokens(config, a)
     resident, keeps_up = costs.limits[config.rows, tokens]
     slices = tiles * config.split_k or config.blocks
     longest = -(-tiles * steps // (unit_steps * slices)) * unit_steps * STEP * config.rows  # bytes
@@ -158,7 +158,8 @@ def _stage_panels(config: SkinnyConfig, tokens: int, arch: Arch) -> int:
     return STAGE_PANELS[config.rows, tokens][config.blocks > arch.compute_units]
 
 
-def _tokens(config: SkinnyConfig, a: Operand) -> int:
+def block_tokens(config: SkinnyConfig, a: Operand) -> int:
+    """Return the token limit of a configuration's kernel, each of whose blocks has a group of tokens."""
     return _tokens_of(config.rows, config.groups, a)
 
 
@@ -212,7 +213,7 @@ def launch(
     a, b = product.a, product.b
     if a.rows == 0:
         return []
-    tokens = _tokens(config, a)
+    tokens = block_tokens(config, a)
     partial_bytes = 0 if config.split_k == 1 else _partial_bytes(config, max(tokens, 16))
     args = arguments(product, _division(config, b, unit), config.blocks, partial_bytes, config.groups)
     threads = _waves(config, tokens, arch) * arch.wave_lanes

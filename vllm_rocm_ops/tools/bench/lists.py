@@ -23,6 +23,7 @@ LISTS: dict[str, Callable[..., Iterable[shapes.Shape]]] = {
     "linear-shuffled": functools.partial(shapes.gemm, shuffled=True),
     "gemm-dtypes": gemm_dtypes,
     "routing": shapes.routing,
+    "gates": shapes.gates,
     "moe": experts,
     "moe-bf16": functools.partial(experts, dtype=torch.bfloat16),
     "attention": attention,

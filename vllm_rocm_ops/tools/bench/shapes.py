@@ -241,3 +241,35 @@ def routing(tokens: Iterable[int] = (*TOKENS, 128, 1024)) -> Iterator[Shape]:
     for m in tokens:
         case = made_case(f"{m}x{DEEPSEEK_ROUTING[0]}", torch.bfloat16, model_arguments.routing, m, *DEEPSEEK_ROUTING)
         yield Shape(ops.grouped_topk, case, {"tokens": m, "experts": DEEPSEEK_ROUTING[0]})
+
+
+GATES = {"minimax-m2": (256, 3072), "glm-4.5-air": (128, 4096), "384 experts": (384, 6144), "512 experts": (512, 4096)}
+"""Experts and hidden size of float32 gates: two models', and more experts."""
+GATE_ROUTING = 8, True, 1, 1, "sigmoid", 1.0
+
+
+def gates(tokens: Iterable[int] = (1, 8, 32, 64)) -> Iterator[Shape]:
+    """Yield float32 gates, which route by sigmoid with a bias and without groups."""
+    for (name, (experts, hidden)), m in itertools.product(GATES.items(), tokens):
+        case = made_case(f"{name} {m}x{experts}x{hidden}", torch.bfloat16, _gate, m, experts, hidden)
+        yield Shape(ops.router_gemm_topk, case, {"m": m, "n": experts, "k": hidden}, chosen_by_logits)
+
+
+def _gate(tokens: int, inputs: Inputs, experts: int, hidden: int) -> tuple:
+    x, weight = inputs.values(tokens, hidden), inputs.values(experts, hidden, dtype=torch.float32)
+    return x, weight * hidden**-0.5, *GATE_ROUTING, inputs.scales(experts), None
+
+
+def chosen_by_logits(op: Op, arguments: tuple) -> Check:
+    """Return a check for the relative error (norm) of the logits against float64, and that they choose the experts."""
+    a = op.Arguments(*arguments)
+    exact = a.x.double() @ a.weight.double().t()
+
+    def fields() -> dict[str, object]:
+        logits, *chosen = op(*arguments)
+        wanted = ops.grouped_topk.reference(logits, *arguments[2:-1])
+        same = torch.equal(chosen[1], wanted[1]) and torch.allclose(chosen[0], wanted[0], rtol=1e-4)
+        wrong = None if same else "the logits choose other experts"
+        return {"relative_error": ((logits.double() - exact).norm() / exact.norm()).item(), "wrong": wrong}
+
+    return fields

@@ -19,7 +19,14 @@ from vllm_rocm_ops.core.quantization import STATIC, TENSOR, UNQUANTIZED
 from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.models.layers import PREFILL
 from vllm_rocm_ops.vllm import coverage, seam
-from vllm_rocm_ops.vllm.moe import expert_support, routing_experts
+from vllm_rocm_ops.vllm.moe import (
+    expert_support,
+    gate_calls,
+    quantized_input,
+    routing_experts,
+    routing_gate,
+    vllm_routing,
+)
 
 TOKENS = 4
 LINEAR, NORM, ACTIVATION, EXPERTS_KIND, OTHER = "linear", "norm", "activation", "experts", ""
@@ -237,12 +244,9 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and quantization is not None
     what = type(routed.quant_method).__name__
     runs = "" if is_ours else getattr(cls, "__name__", f"{what} of {spelled(w1.dtype)} weights")
-    if (
-        is_ours
-        and hasattr(cls, "backend")
-        and issubclass(cls, routing_experts.experts.Predicates)
-        and "Routing" in cls.__name__
-    ):
+    is_known = is_ours and not quantized_input.moves_tokens(runner.moe_config)
+    by_vllm = vllm_routing.routing_of(runner) if is_known else None
+    if is_ours and routes(routed):
         method = routing_experts.METHODS[runner.moe_config.routing_method.name]
         scale = getattr(routed, "routed_scaling_factor", None)
         groups = tuple(
@@ -250,10 +254,13 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
         )
         chosen = routing_experts.arguments_after_logits(method, topk, total, *groups, 1.0 if scale is None else scale)
         op = ops.topk_softmax if routing_experts.is_plain(chosen) else ops.grouped_topk
-        plain_ones = chosen if routing_experts.is_plain(chosen) else (*chosen[:-1], chosen[-1] is not None)
-        step.add(routed, OTHER, logits, None, layer="routing", op=op.name, parameters=(total, *plain_ones))
+        step.add(routed, OTHER, logits, None, layer="routing", op=op.name, parameters=(total, *spelled_routing(chosen)))
     else:
-        step.add(routed, OTHER, logits, None, layer="routing", runs=type(getattr(runner, "router", runner)).__name__)
+        given: dict = {"runs": type(getattr(runner, "router", runner)).__name__}
+        if by_vllm:
+            chosen = routing_experts.arguments_after_logits(by_vllm.method, by_vllm.topk, total, *by_vllm.groups)
+            given["parameters"] = (total, *spelled_routing(chosen))
+        step.add(routed, OTHER, logits, None, layer="routing", **given)
     parameters = (total, w1.shape[0], topk, w1.shape[2], w1.shape[1] // 2, quantization) if is_ours else ()
     parameters += rest_of(runner.moe_config) if is_ours else ()
     op = ops.fused_experts.name if is_ours else None
@@ -264,6 +271,28 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     both = shared._layer(hidden if shared_input is None else shared_input)
     step.add(routed, OTHER, both, None, layer="sum with shared experts")
     return both, made
+
+
+def spelled_routing(chosen: tuple) -> tuple:
+    """Return the arguments after the logits, with whether there is a bias in its place."""
+    return chosen if routing_experts.is_plain(chosen) else (*chosen[:-1], chosen[-1] is not None)
+
+
+def routes(routed: torch.nn.Module) -> bool:
+    """True if the plugin's experts of a layer route its tokens."""
+    cls = getattr(routed.quant_method, "experts_cls", None)
+    is_class = isinstance(cls, type) and hasattr(cls, "backend") and issubclass(cls, routing_experts.experts.Predicates)
+    return is_class and "Routing" in cls.__name__
+
+
+def float_gate(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor):
+    """Record a gate with a float32 weight. It reads the 16-bit tokens."""
+    n, k = layer.weight.shape
+    made = x.new_empty((*x.shape[:-1], n), dtype=layer.weight.dtype)
+    runs = f"{type(layer).__name__} of {spelled(layer.weight.dtype)} weights"
+    record = step.add(layer, LINEAR, x, made, parameters=(n, k), runs=runs, quantization=UNQUANTIZED)
+    record.dtype = layer.weight.dtype
+    return (made, None) if getattr(layer, "return_bias", False) else made
 
 
 def rest_of(config) -> tuple:
@@ -311,6 +340,12 @@ def install(step: Step, model: torch.nn.Module) -> None:
         run = getattr(module, "forward_native", module.forward)
         module.forward = lambda *given, **more: recorded(step, module, run, *given, **more)
 
+    for layer, gate in gate_calls.gates_of([model], [*quantized_input.layers_of(model)]):
+        cls = getattr(layer.routed_experts.quant_method, "experts_cls", None)
+        is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and not routing_gate.refusal(layer, gate)
+        is_ours = is_ours and bool(routes(layer.routed_experts) or vllm_routing.routing_of(layer))
+        if is_ours and gate.module.weight.dtype == torch.float32:
+            instead(gate.module, float_gate)
     for module in model.modules():
         name = type(module).__name__
         if isinstance(module, (LinearBase, ParallelLMHead)):

@@ -102,7 +102,7 @@ def arguments_after_logits(
     if bias is None and (not num_expert_group or (num_expert_group == 1 and scale == 1.0)):
         return topk, renormalize
     groups = num_expert_group or 1
-    groups = (groups, topk_group) if groups < num_experts and num_experts % groups == 0 else (1, 1)
+    groups = (groups, topk_group or 1) if groups < num_experts and num_experts % groups == 0 else (1, 1)
     return topk, renormalize, *groups, scoring_func, scale, bias
 
 
@@ -248,7 +248,7 @@ def install() -> None:
 
 SEAM = seam.Seam(
     name="routing_experts",
-    replaces="routing in the layers of fp8_experts and unquantized_experts; forward of their gates",
+    replaces="routing in the layers of fp8_experts and unquantized_experts; forward of the gates of layers with the plugin's experts",
     probe=probe,
     install=install,
     ops=("grouped_topk", "topk_softmax", "topk_sigmoid", "router_gemm_topk"),

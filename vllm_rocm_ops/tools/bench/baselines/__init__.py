@@ -84,6 +84,7 @@ BASELINES: dict[str, dict[str, Baseline]] = {
     },
     "gemm": {"vllm": Baseline(gemm.cutlass_gemm, is_there=_has_cutlass)},
     "mxfp8_scaled_mm": {"triton": Baseline(gemm.triton_dot_scaled, is_there=_has_triton)},
+    "router_gemm_topk": {"linear and top-k": Baseline(gemm.linear_and_topk)},
     "grouped_topk": {"vllm": Baseline(gemm.vllm_grouped_topk, is_there=_has_vllm)},
     "unquantized_gemm": {"vllm rocm": Baseline(gemm.rocm_unquantized, is_there=_has_vllm_rocm)},
     "flash_attention": {
@@ -104,6 +105,7 @@ BASELINES: dict[str, dict[str, Baseline]] = {
     },
 }
 NOT_PYTORCHS = (  # ops whose PyTorch reference is not a baseline: two loop over experts or requests
+    "router_gemm_topk",
     "scaled_mm_silu_and_mul_quant",
     "fused_experts",
     "gated_delta_net_decode",

@@ -131,6 +131,12 @@ def triton_dot_scaled(*arguments):
     return importlib.import_module("vllm_rocm_ops.tools.bench.baselines.triton_mx").dot_scaled(*arguments)
 
 
+def linear_and_topk(x, weight, *options):
+    """Multiply by a router's weight in its dtype, as vLLM's gates do, and choose experts by the plugin's top-k."""
+    logits = torch.nn.functional.linear(x.to(weight.dtype), weight)
+    return logits, *ops.grouped_topk(logits, *options[:-1])
+
+
 def vllm_grouped_topk(gating_output, *options):
     """Call vLLM's grouped top-k router."""
     router = importlib.import_module("vllm.model_executor.layers.fused_moe.router.grouped_topk_router")
