@@ -5,10 +5,21 @@
 #include "attention/split.h"
 #include "device/reduce.h"
 
-constexpr int kMaxForRegisters = 128;  // elements: keys and values of larger heads fill all registers
+// Elements of a head that a wave has: two waves divide heads of 256, and have the same keys.
+template <int kD>
+constexpr int kWaveElements = kD == 256 ? 128 : kD;
+constexpr int kMaxForRegisters = 128;  // elements: keys and values of more fill all registers
+template <int kD>
+constexpr bool kHasRegisters = kWaveElements<kD> <= kMaxForRegisters;
+template <int kD>
+constexpr int kHeadParts = kD / kWaveElements<kD>;
+template <int kD>
+constexpr int kHeadWaves = 4 * kHeadParts<kD>;
 
 template <class T, int kD, class Problem>
-using HeadSplit = DecodeSplit<DecodeOutput<T, kD, 16, 4, 16, 2, kD <= kMaxForRegisters, true, Problem>, 128>;
+using HeadSplit =
+    DecodeSplit<DecodeOutput<T, kD, 16, kHeadWaves<kD>, 16, 2, kHasRegisters<kD>, true, Problem>, 128, 32, 128,
+                kHeadParts<kD>>;
 
 // kD: head size. kNative: tiles hold consecutive elements, otherwise rows hold kLaneDims consecutive ones.
 template <class T, int kD, bool kNative, class Problem>
@@ -19,21 +30,33 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
       Split::kWaves;
 
   static constexpr int kTiles = kPackedRows / mma::kTileTokens;
-  static constexpr int kDimTiles = kD / 16;
+  static constexpr int kParts = kHeadParts<kD>, kWaveD = kWaveElements<kD>, kKeySets = kWaves / kParts;
+  static constexpr int kDimTiles = kWaveD / 16;
   static constexpr int kLaneDims = kD % 128 == 0 ? 8 : 4;       // contiguous, in a slot of V
-  static constexpr int kRound = kNative ? 64 : 16 * kLaneDims;  // dims of consecutive tiles
-  static constexpr int kGroups = kD / kRound;
+  static constexpr int kRound = kNative && kParts == 1 ? 64 : 16 * kLaneDims;  // dims of consecutive tiles
+  static constexpr int kGroups = kWaveD / kRound;
 
+  struct Parts {  // of queries and of scores, alternate steps
+    u32x4 query[kParts][kParts > 1 && attention::kQueryInLds ? kTiles * kWaveD / 32 : 1][wave::kLanes];
+    f32x4 score[2][kWaves][kParts > 1 ? kTiles * 2 : 1][kParts > 1 ? wave::kLanes : 1];
+  };
   struct Buffer {
-    float maximum[kWaves][kPackedRows], sum[kWaves][kPackedRows], factor[kPackedRows];
-    f32x4 out[kWaves][kPackedRows][kRound / 4 + 1];
+    float maximum[kKeySets][kPackedRows], sum[kKeySets][kPackedRows], factor[kPackedRows];
+    union {
+      f32x4 out[kKeySets][kPackedRows][kRound / 4 + 1];
+      Parts parts;  // while the waves have steps, if they divide heads
+    };
   };
 
   Buffer& buffer;
 
   DEVICE DecodeSums(const Problem& problem, Buffer& buffer) : Split(problem), buffer(buffer) {}
 
-  // The dim in this row of a tile.
+  // The wave's part of the head, and its keys among the block's waves.
+  DEVICE static int part() { return wave::index() % kParts; }
+  DEVICE static int key_set() { return wave::index() / kParts; }
+
+  // The dim in this row of a tile, of the wave's part.
   DEVICE static int dim(int tile, int row) {
     if constexpr (kNative) return tile * 16 + row;
     else return tile / kLaneDims * 16 * kLaneDims + row * kLaneDims + tile % kLaneDims;
@@ -52,6 +75,7 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
         factor[t][v] =
             numerics::exp2_approx(maximum[t][v] - block_maximum(t * mma::kTileTokens + mma::value_token(lane, v)));
 
+    static_assert(kParts == 1);
     constexpr int kVecs = kPackedRows * kRound / 4, kThreadVecs = kVecs / kThreads;
     const mem::Buffer to = Split::slot(wave::block_id_y());
     const bool is_whole = splits == 1;
@@ -92,9 +116,10 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
     const bool is_whole = splits == 1;
     f32x4 whole[kThreadVecs][kGroups];
 #pragma unroll
-    for (int round = 0; round < kGroups; ++round) {
-      if (round > 0) block_barrier();  // hazard: the previous round's sums are overwritten before they are read
-      put_round(round, out, one);
+    for (int round = 0; round < kGroups * kParts; ++round) {
+      // Hazard: the previous round's sums, or scores, are overwritten before they are read.
+      if (round > 0 || kParts > 1) block_barrier();
+      if (kParts == 1 || part() == round / kGroups) put_round(round % kGroups, out, one);
       block_barrier();  // hazard: the waves' sums are read before they are written
       f32x4 total[kThreadVecs] = {};
 #pragma unroll
@@ -102,7 +127,7 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
         const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_packed_row = vec % (kRound / 4);
         const float largest = block_maximum(c);
 #pragma unroll
-        for (int w = 0; w < kWaves; ++w)
+        for (int w = 0; w < kKeySets; ++w)
           total[i] += buffer.out[w][c][of_packed_row] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
       }
       if (is_whole) {
@@ -148,9 +173,9 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
       for (int v = 0; v < mma::kValueTokens; ++v) {
         const int c = t * mma::kTileTokens + mma::value_token(lane, v);
         sum[t][v] = attention::reduce_rows(sum[t][v], Add{});
-        if (mma::value_row(lane, v) == 0) {
-          buffer.maximum[wave::index()][c] = maximum[t][v];
-          buffer.sum[wave::index()][c] = sum[t][v];
+        if (mma::value_row(lane, v) == 0 && part() == 0) {
+          buffer.maximum[key_set()][c] = maximum[t][v];
+          buffer.sum[key_set()][c] = sum[t][v];
         }
       }
   }
@@ -161,7 +186,7 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
-        float* packed_row = (float*)buffer.out[wave::index()][c] + dim(0, mma::value_row(lane, i));
+        float* packed_row = (float*)buffer.out[key_set()][c] + dim(0, mma::value_row(lane, i));
         constexpr int kNeighbours = kNative ? 1 : 4;  // dims per row
 #pragma unroll
         for (int d = 0; d < kRound / 16; d += kNeighbours) {
@@ -175,14 +200,14 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
   DEVICE float block_maximum(int c) const {
     float largest = buffer.maximum[0][c];
 #pragma unroll
-    for (int w = 1; w < kWaves; ++w) largest = __builtin_fmaxf(largest, buffer.maximum[w][c]);
+    for (int w = 1; w < kKeySets; ++w) largest = __builtin_fmaxf(largest, buffer.maximum[w][c]);
     return largest;
   }
   DEVICE float block_sum(int c) const {
     const float largest = block_maximum(c);
     float total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWaves; ++w) total += buffer.sum[w][c] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
+    for (int w = 0; w < kKeySets; ++w) total += buffer.sum[w][c] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
     return total;
   }
 };

@@ -1,8 +1,11 @@
 // Paged split-KV decode attention, q_len 1 to 8; see attention/decode.h.
 #include "attention/decode.h"
 
+template <int kD>
+constexpr int kThreads = kHeadParts<kD> == 1 ? 256 : kHeadWaves<kD> * wave::kLanes;
+
 #define INSTANCE(symbol, T, Cache, D, is_native, Problem)   \
-  KERNEL(256) symbol(const Problem problem) {               \
+  KERNEL((kThreads<D>)) symbol(const Problem problem) {     \
     using Kernel = Decode<T, Cache, D, is_native, Problem>; \
     LDS static typename Kernel::Buffer buffer;              \
     Kernel decode(problem, buffer);                         \

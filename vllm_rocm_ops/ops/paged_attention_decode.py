@@ -22,8 +22,8 @@ __all__ = ["paged_attention_decode"]
 
 SIZES = (64, 128, 192, 256)  # head sizes
 STEP = 128  # keys per iteration of a block
-WAVES = 4
-RESIDENT = 2  # blocks per compute unit
+WAVES = 4  # that divide the keys of a step
+RESIDENT = 8  # waves per compute unit
 GROUP = 128  # elements per scale of out_scales
 
 
@@ -83,6 +83,11 @@ def _has_groups(a, layout: CacheLayout) -> bool:
     return a.out_scales is None or layout.value_size == GROUP
 
 
+def _waves(layout: CacheLayout) -> int:
+    """Return the waves of a block."""
+    return 2 * WAVES if layout.key_size == 256 else WAVES
+
+
 def _blocks(a) -> int:
     """Return the blocks per split."""
     layout = _layout(a)
@@ -104,7 +109,7 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
     bandwidth, capacity, costs = arch.bandwidth_gb_s * 1e3, decode.capacity(a, layout), arch.costs.decode
 
     def of_keys(blocks: int, keys: int) -> float:
-        rounds = -(-blocks // (RESIDENT * arch.compute_units))
+        rounds = -(-blocks // (RESIDENT // _waves(layout) * arch.compute_units))
         split_bytes = decode.divided(config, keys, STEP)[1] * STEP * bytes_of_key
         of_block = costs.block_us + split_bytes / decode.rate(costs.unit_gb_s, arch, blocks)
         return max(rounds * of_block, blocks * split_bytes / bandwidth)
@@ -134,7 +139,7 @@ def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
     kind = attention.ELEMENTS[query.dtype] + "_fp8" * is_fp8
     symbol = f"paged_attention_decode_{kind}_{layout.key_size}_{'native' if layout.is_native else 'packed'}"
     symbol += "_grouped" * (a.out_scales is not None)
-    grid, block = (blocks, config.num_kv_splits, 1), (WAVES * arch.wave_lanes, 1, 1)
+    grid, block = (blocks, config.num_kv_splits, 1), (_waves(layout) * arch.wave_lanes, 1, 1)
     return [Launch("paged_attention_decode", symbol, grid, block, fields("problem", args))]
 
 
