@@ -16,10 +16,10 @@
 #include "attention/decode_sums.h"
 
 // kD: head size. kNative: V's slots are contiguous for each element, otherwise its elements for each slot.
-template <class T, class Cache, int kD, bool kNative, class Problem = DecodeProblem>
-struct Decode : DecodeSums<T, kD, kNative, Problem> {
-  using Split = HeadSplit<T, kD, Problem>;
-  using Sums = DecodeSums<T, kD, kNative, Problem>;
+template <class T, class Cache, int kD, bool kNative, class Problem = DecodeProblem, int kPackedRows = 16>
+struct Decode : DecodeSums<T, kD, kNative, Problem, kPackedRows> {
+  using Split = HeadSplit<T, kD, Problem, kPackedRows>;
+  using Sums = DecodeSums<T, kD, kNative, Problem, kPackedRows>;
   using Split::begin, Split::block, Split::packed_row, Split::end, Split::first_row_end, Split::kAddsAtOnce,
       Split::kLowest;
   using Split::first_key, Split::lane, Split::load_pages, Split::p, Split::splits, Split::request, Split::step_key;
@@ -87,8 +87,8 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l) {
         const int index = attention::key(tile, mma::row(lane, l));
-        const Element* from =
-            Split::template at<Cache, kUnit>(p.key_cache, places.key, index) + (part() * kKeyLoads * 4 + of_lane) * chunk;
+        const Element* from = Split::template at<Cache, kUnit>(p.key_cache, places.key, index) +
+                              (part() * kKeyLoads * 4 + of_lane) * chunk;
 #pragma unroll
         for (int i = 0; i < kKeyLoads; ++i) keys.load[tile][i][l] = mem::load<u32x4>(from + i * 4 * chunk);
       }
@@ -156,8 +156,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
       const u16* from = p.query + (i64(request) * p.query_len + c.row) * p.query_stride + c.head * p.query_head_stride;
 #pragma unroll
       for (int i = 0; i < kProducts; ++i) {
-        const int element =
-            part() * kWaveD + (kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8);
+        const int element = part() * kWaveD + (kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8);
         if constexpr (kQueryInLds) {
           // Hazard: without keys, no wave waits for the copies.
           if (first_key(step) < end && (kParts == 1 || (t * kProducts + i) % kKeySets == key_set()))
@@ -196,7 +195,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
         if constexpr (kParts > 1) block_barrier();  // hazard: queries are read before they are written
       }
       [[maybe_unused]] int scores = 0;  // of the step, in LDS
-      // The last iteration, if peeled, loads nothing.
+                                        // The last iteration, if peeled, loads nothing.
 #pragma unroll
       for (int is_last = 0; is_last <= kPeelLastIter; ++is_last)
 #pragma unroll 1

@@ -16,15 +16,14 @@ constexpr int kHeadParts = kD / kWaveElements<kD>;
 template <int kD>
 constexpr int kHeadWaves = 4 * kHeadParts<kD>;
 
-template <class T, int kD, class Problem>
-using HeadSplit =
-    DecodeSplit<DecodeOutput<T, kD, 16, kHeadWaves<kD>, 16, 2, kHasRegisters<kD>, true, Problem>, 128, 32, 128,
-                kHeadParts<kD>>;
+template <class T, int kD, class Problem, int kPackedRows>
+using HeadSplit = DecodeSplit<DecodeOutput<T, kD, kPackedRows, kHeadWaves<kD>, 16, 2, kHasRegisters<kD>, true, Problem>,
+                              128, 32, 128, kHeadParts<kD>>;
 
 // kD: head size. kNative: tiles hold consecutive elements, otherwise rows hold kLaneDims consecutive ones.
-template <class T, int kD, bool kNative, class Problem>
-struct DecodeSums : HeadSplit<T, kD, Problem> {
-  using Split = HeadSplit<T, kD, Problem>;
+template <class T, int kD, bool kNative, class Problem, int kPackedRows_>
+struct DecodeSums : HeadSplit<T, kD, Problem, kPackedRows_> {
+  using Split = HeadSplit<T, kD, Problem, kPackedRows_>;
   using Split::lane, Split::splits, Split::store;
   using Split::packed_rows, Split::finish_packed_row, Split::kPackedRows, Split::kGrouped, Split::kThreads,
       Split::kWaves;
@@ -32,9 +31,12 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
   static constexpr int kTiles = kPackedRows / mma::kTileTokens;
   static constexpr int kParts = kHeadParts<kD>, kWaveD = kWaveElements<kD>, kKeySets = kWaves / kParts;
   static constexpr int kDimTiles = kWaveD / 16;
-  static constexpr int kLaneDims = kD % 128 == 0 ? 8 : 4;       // contiguous, in a slot of V
+  static constexpr int kLaneDims = kD % 128 == 0 ? 8 : 4;                      // contiguous, in a slot of V
   static constexpr int kRound = kNative && kParts == 1 ? 64 : 16 * kLaneDims;  // dims of consecutive tiles
   static constexpr int kGroups = kWaveD / kRound;
+
+  static constexpr int kPartsAtOnce = kPackedRows < 16 ? kParts : 1;  // whose sums are in LDS together
+  static constexpr int kRoundDims = kPartsAtOnce * kRound;
 
   struct Parts {  // of queries and of scores, alternate steps
     u32x4 query[kParts][kParts > 1 && attention::kQueryInLds ? kTiles * kWaveD / 32 : 1][wave::kLanes];
@@ -43,7 +45,7 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
   struct Buffer {
     float maximum[kKeySets][kPackedRows], sum[kKeySets][kPackedRows], factor[kPackedRows];
     union {
-      f32x4 out[kKeySets][kPackedRows][kRound / 4 + 1];
+      f32x4 out[kKeySets][kPackedRows][kRoundDims / 4 + 1];
       Parts parts;  // while the waves have steps, if they divide heads
     };
   };
@@ -112,19 +114,20 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int v = 0; v < mma::kValueTokens; ++v) one[t][v] = 1.0f;
-    constexpr int kVecs = kPackedRows * kRound / 4, kThreadVecs = kVecs / kThreads;
+    constexpr int kVecs = kPackedRows * kRoundDims / 4, kThreadVecs = kVecs / kThreads;
     const bool is_whole = splits == 1;
     f32x4 whole[kThreadVecs][kGroups];
 #pragma unroll
-    for (int round = 0; round < kGroups * kParts; ++round) {
+    for (int round = 0; round < kD / kRoundDims; ++round) {
       // Hazard: the previous round's sums, or scores, are overwritten before they are read.
       if (round > 0 || kParts > 1) block_barrier();
-      if (kParts == 1 || part() == round / kGroups) put_round(round % kGroups, out, one);
+      if (kPartsAtOnce == kParts || part() == round / kGroups) put_round(round % kGroups, out, one);
       block_barrier();  // hazard: the waves' sums are read before they are written
       f32x4 total[kThreadVecs] = {};
 #pragma unroll
       for (int i = 0; i < kThreadVecs; ++i) {
-        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_packed_row = vec % (kRound / 4);
+        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRoundDims / 4),
+                  of_packed_row = vec % (kRoundDims / 4);
         const float largest = block_maximum(c);
 #pragma unroll
         for (int w = 0; w < kKeySets; ++w)
@@ -138,17 +141,17 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
         }
 #pragma unroll
         for (int i = 0; i < kThreadVecs; ++i) {
-          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
+          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRoundDims / 4);
           if constexpr (kGrouped) whole[i][round] = total[i] * buffer.factor[c];
-          else store(c, round * kRound + vec % (kRound / 4) * 4, total[i] * buffer.factor[c]);
+          else store(c, round * kRoundDims + vec % (kRoundDims / 4) * 4, total[i] * buffer.factor[c]);
         }
       } else {
         const mem::Buffer to = Split::slot(wave::block_id_y());
 #pragma unroll
         for (int i = 0; i < kThreadVecs; ++i) {
-          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
+          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRoundDims / 4);
           if (c < packed_rows())
-            mem::store_device(to, (c * kD + round * kRound + vec % (kRound / 4) * 4) * 4, 0, total[i]);
+            mem::store_device(to, (c * kD + round * kRoundDims + vec % (kRoundDims / 4) * 4) * 4, 0, total[i]);
         }
       }
     }
@@ -156,8 +159,9 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
       if (is_whole)
 #pragma unroll
         for (int i = 0; i < kThreadVecs; ++i) {
-          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
-          Split::template store_group<kRound / 4>(c, vec % (kRound / 4) * 4, kRound, whole[i], c < packed_rows());
+          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRoundDims / 4);
+          Split::template store_group<kRoundDims / 4>(c, vec % (kRoundDims / 4) * 4, kRoundDims, whole[i],
+                                                      c < packed_rows());
         }
     if (is_whole) return;
     if (const int c = wave::thread_id(); c < kPackedRows)
@@ -186,7 +190,8 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
-        float* packed_row = (float*)buffer.out[key_set()][c] + dim(0, mma::value_row(lane, i));
+        const int first = kPartsAtOnce > 1 ? part() * kRound : 0;
+        float* packed_row = (float*)buffer.out[key_set()][c] + first + dim(0, mma::value_row(lane, i));
         constexpr int kNeighbours = kNative ? 1 : 4;  // dims per row
 #pragma unroll
         for (int d = 0; d < kRound / 16; d += kNeighbours) {
@@ -207,7 +212,8 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
     const float largest = block_maximum(c);
     float total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kKeySets; ++w) total += buffer.sum[w][c] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
+    for (int w = 0; w < kKeySets; ++w)
+      total += buffer.sum[w][c] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
     return total;
   }
 };
