@@ -14,6 +14,8 @@ template <class T, int kD, int kPackedRows_ = 16, int kWaves_ = 4, int kFanIn_ =
           bool kAddsAtOnce_ = false, bool kRounds = false, class Problem_ = DecodeProblem>
 struct DecodeOutput {
   using Problem = Problem_;
+  // The scale of values is loaded with the first keys, not after the last.
+  static constexpr bool kEarlyScale = kD == 256;
   static constexpr bool kAddsAtOnce = kAddsAtOnce_, kGrouped = __is_same(Problem, GroupedProblem);
   static_assert(!kGrouped || (kAddsAtOnce && kRounds && kD == 128));
   static constexpr int kPackedRows = kPackedRows_, kWaves = kWaves_, kThreads = kWaves * wave::kLanes;
@@ -23,6 +25,7 @@ struct DecodeOutput {
   const Problem& p;
   int block, packed_row_tile, head, request;  // block: index of the work tile
   int splits;                                 // of the request
+  float value_scale;                          // if kEarlyScale
 
   DEVICE explicit DecodeOutput(const Problem& p, int block = wave::block_id_x()) : p(p), block(block) {
     const int of_tiles = u32(block) / p.tiles_divisor;
@@ -188,6 +191,9 @@ struct DecodeOutput {
     }
   }
 
+  DEVICE float load_value_scale() const {
+    return p.value_cache.scale ? mem::load<float>(p.value_cache.scale) : 1.0f;
+  }
   // Returns the factor for a column's sums, given its maximum and its weight sum, divided by exp2(maximum). With
   // `stores`, also stores the log-sum-exp.
   DEVICE float finish_packed_row(int c, float maximum, float sum, bool stores) const {
@@ -203,8 +209,8 @@ struct DecodeOutput {
     if (stores && p.lse && c < packed_rows())
       mem::store(p.lse + (i64(request) * p.query_len + of.row) * p.query_heads + of.head,
                  sum != 0.0f ? (maximum + numerics::log2_approx(sum)) * 0.6931471805599453f : -__builtin_inff());
-    const float value_scale = p.value_cache.scale ? mem::load<float>(p.value_cache.scale) : 1.0f;
-    return sum != 0.0f ? before * (value_scale / sum) : 0.0f;
+    const float scale = kEarlyScale ? value_scale : load_value_scale();
+    return sum != 0.0f ? before * (scale / sum) : 0.0f;
   }
   // Stores four elements of a column, already multiplied by that factor.
   DEVICE void store(int c, int first_dim, f32x4 values) const {
