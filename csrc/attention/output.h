@@ -47,6 +47,7 @@ struct DecodeOutput {
 
   static constexpr int kPackedRowVecs = kD / 4;  // four elements each
   static constexpr int kFanIn = kFanIn_;         // splits, or partial combinations, that a block adds
+  static constexpr int kMostAdded = kD == 256 ? 2 * kFanIn : kFanIn;  // that a block adds if there are no more
   static constexpr int kMaxima = kPackedRows * kD * 4, kSums = kMaxima + kPackedRows * 4;  // byte offsets in a slot
 
   DEVICE mem::Buffer slot(int index) const {
@@ -58,15 +59,16 @@ struct DecodeOutput {
   }
 
   // Combines the splits once their blocks have stored them, in a tree: among kFanIn consecutive splits, the last to
-  // arrive adds all, in order.
+  // arrive adds all, in order. Up to kMostAdded have no second level.
   DEVICE void combine_splits() const {
     int place = wave::block_id_y(), count = splits, first_slot = 0, slots = p.num_kv_splits;
     u32* counters = p.counters + i64(block) * p.groups;
     while (true) {
-      const int group = place / kFanIn, first = group * kFanIn;
-      const int members = count - first < kFanIn ? count - first : kFanIn;
+      const bool is_last_level = kMostAdded > kFanIn && count <= kMostAdded;
+      const int group = is_last_level ? 0 : place / kFanIn, first = group * kFanIn;
+      const int members = is_last_level || count - first < kFanIn ? count - first : kFanIn;
       if (!is_last_block(counters + group, members)) return;
-      count = (count + kFanIn - 1) / kFanIn;
+      count = is_last_level ? 1 : (count + kFanIn - 1) / kFanIn;
       if constexpr (kAddsAtOnce) add_at_once(first_slot + first, members, count > 1 ? first_slot + slots + group : -1);
       else add(first_slot + first, members, count > 1 ? first_slot + slots + group : -1);
       if (count == 1) return;

@@ -83,9 +83,21 @@ def _has_groups(a, layout: CacheLayout) -> bool:
     return a.out_scales is None or layout.value_size == GROUP
 
 
+def _is_divided(layout: CacheLayout) -> bool:
+    """True if two waves divide a head."""
+    return layout.key_size == 256
+
+
 def _waves(layout: CacheLayout) -> int:
     """Return the waves of a block."""
-    return 2 * WAVES if layout.key_size == 256 else WAVES
+    return 2 * WAVES if _is_divided(layout) else WAVES
+
+
+def _packed_rows(a, arch: Arch) -> int:
+    """Return the packed-GQA rows of a block. NVIDIA's matrix instructions have 8 columns, for which there are kernels, too."""
+    layout = _layout(a)
+    rows = a.query_len * _query(a).shape[1] // layout.heads
+    return 8 if arch.vendor == "nvidia" and _is_divided(layout) and rows <= 8 else decode.PACKED_ROWS
 
 
 def _blocks(a) -> int:
@@ -107,6 +119,7 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
     layout = _layout(a)
     bytes_of_key = 2 * layout.key_size * layout.key.element_size()
     bandwidth, capacity, costs = arch.bandwidth_gb_s * 1e3, decode.capacity(a, layout), arch.costs.decode
+    most_added = decode.FAN_IN * (2 if _is_divided(layout) else 1)
 
     def of_keys(blocks: int, keys: int) -> float:
         rounds = -(-blocks // (RESIDENT // _waves(layout) * arch.compute_units))
@@ -116,7 +129,7 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
 
     def of_length(keys: int) -> tuple[float, float]:
         splits = decode.divided(config, keys, STEP)[0]
-        return of_keys(_blocks(a) * splits, keys), costs.sharing_us * (len(decode.tree(splits)) - 1)
+        return of_keys(_blocks(a) * splits, keys), costs.sharing_us * (len(decode.tree(splits, most_added)) - 1)
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
     terms = {"launch": attention.LAUNCH_US, "streaming": streaming, "sharing": sharing}
@@ -126,11 +139,11 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
 
 
 def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
-    query, layout, blocks = _query(a), _layout(a), _blocks(a)
+    query, layout, blocks, packed_rows = _query(a), _layout(a), _blocks(a), _packed_rows(a, arch)
     if blocks == 0:
         return []
     caches, scales = (a.key_cache, a.value_cache), (a.k_scale, a.v_scale)
-    shared = decode.problem_arguments(config, a, query, layout, caches, scales, outputs, decode.PACKED_ROWS)
+    shared = decode.problem_arguments(config, a, query, layout, caches, scales, outputs, packed_rows)
     args = {"query": a.query, "sinks": a.sinks, "window": a.window, **shared}
     if a.out_scales is not None:
         row, head = a.out_scales.stride()
@@ -138,7 +151,7 @@ def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
     is_fp8 = attention.is_quantized(layout.key)
     kind = attention.ELEMENTS[query.dtype] + "_fp8" * is_fp8
     symbol = f"paged_attention_decode_{kind}_{layout.key_size}_{'native' if layout.is_native else 'packed'}"
-    symbol += "_grouped" * (a.out_scales is not None)
+    symbol += "_8" * (packed_rows == 8) + "_grouped" * (a.out_scales is not None)
     grid, block = (blocks, config.num_kv_splits, 1), (_waves(layout) * arch.wave_lanes, 1, 1)
     return [Launch("paged_attention_decode", symbol, grid, block, fields("problem", args))]
 
