@@ -8,14 +8,20 @@
 #include "device/float8.h"
 #include "device/reduce.h"
 
+// The scale of values, if it is loaded with the first keys instead of after the last.
+template <bool kIsEarly>
+struct EarlyScale {};
+template <>
+struct EarlyScale<true> {
+  float value_scale;
+};
+
 // A combining thread loads kAddedVecs vectors from all splits at once or, with kAddsAtOnce, all that registers hold.
 // With kRounds, values are rounded to T before quantization, bit-identical to quantizing a result in T.
 template <class T, int kD, int kPackedRows_ = 16, int kWaves_ = 4, int kFanIn_ = 16, int kAddedVecs = 2,
           bool kAddsAtOnce_ = false, bool kRounds = false, class Problem_ = DecodeProblem>
-struct DecodeOutput {
+struct DecodeOutput : EarlyScale<kD == 256> {
   using Problem = Problem_;
-  // The scale of values is loaded with the first keys, not after the last.
-  static constexpr bool kEarlyScale = kD == 256;
   static constexpr bool kAddsAtOnce = kAddsAtOnce_, kGrouped = __is_same(Problem, GroupedProblem);
   static_assert(!kGrouped || (kAddsAtOnce && kRounds && kD == 128));
   static constexpr int kPackedRows = kPackedRows_, kWaves = kWaves_, kThreads = kWaves * wave::kLanes;
@@ -25,7 +31,6 @@ struct DecodeOutput {
   const Problem& p;
   int block, packed_row_tile, head, request;  // block: index of the work tile
   int splits;                                 // of the request
-  float value_scale;                          // if kEarlyScale
 
   DEVICE explicit DecodeOutput(const Problem& p, int block = wave::block_id_x()) : p(p), block(block) {
     const int of_tiles = u32(block) / p.tiles_divisor;
@@ -193,9 +198,7 @@ struct DecodeOutput {
     }
   }
 
-  DEVICE float load_value_scale() const {
-    return p.value_cache.scale ? mem::load<float>(p.value_cache.scale) : 1.0f;
-  }
+  DEVICE float load_value_scale() const { return p.value_cache.scale ? mem::load<float>(p.value_cache.scale) : 1.0f; }
   // Returns the factor for a column's sums, given its maximum and its weight sum, divided by exp2(maximum). With
   // `stores`, also stores the log-sum-exp.
   DEVICE float finish_packed_row(int c, float maximum, float sum, bool stores) const {
@@ -211,8 +214,10 @@ struct DecodeOutput {
     if (stores && p.lse && c < packed_rows())
       mem::store(p.lse + (i64(request) * p.query_len + of.row) * p.query_heads + of.head,
                  sum != 0.0f ? (maximum + numerics::log2_approx(sum)) * 0.6931471805599453f : -__builtin_inff());
-    const float scale = kEarlyScale ? value_scale : load_value_scale();
-    return sum != 0.0f ? before * (scale / sum) : 0.0f;
+    float value_scale;
+    if constexpr (kD == 256) value_scale = this->value_scale;
+    else value_scale = load_value_scale();
+    return sum != 0.0f ? before * (value_scale / sum) : 0.0f;
   }
   // Stores four elements of a column, already multiplied by that factor.
   DEVICE void store(int c, int first_dim, f32x4 values) const {

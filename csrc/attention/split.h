@@ -46,7 +46,7 @@ struct DecodeSplit : Output {
     first_row_end = end - p.query_len + 1;
     begin = p.window > 0 && first_row_end > p.window ? first_row_end - p.window : 0;
     base = begin / kWaveKeys * kWaveKeys;
-    own = first_key(first_step) > begin ? first_key(first_step) : begin;
+    own = own_key(first_step) > begin ? own_key(first_step) : begin;
     const int steps = (end - base + kMinKeys - 1) / kMinKeys;
     const int most = u32(steps + p.min_steps - 1) / p.min_divisor;  // splits, none shorter than min_steps
     splits = most > p.num_kv_splits ? p.num_kv_splits : most > 0 ? most : 1;
@@ -56,8 +56,13 @@ struct DecodeSplit : Output {
   // The wave's first key in a step, relative to `base`.
   DEVICE static int split_key(int step) { return step * kStepKeys + wave::index() / kParts * kWaveKeys % kStepKeys; }
   DEVICE int step_key(int step) const { return base + split_key(step); }
-  // The first key that decides whether a wave has a step.
+  // The key that decides whether a wave has a step.
   DEVICE int first_key(int step) const { return kParts > 1 ? base + step * kStepKeys : step_key(step); }
+  DEVICE int own_key(int step) const {
+    if constexpr (kParts > 1)
+      if (step_key(step) >= end) return first_key(step);
+    return step_key(step);
+  }
 
   DEVICE int clamped(int key) const {
     const int low = key > begin ? key : begin;
