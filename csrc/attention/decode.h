@@ -10,8 +10,8 @@
 // values stored slot by slot are transposed in registers, 8 keys x 8 elements per lane. On NVIDIA queries are in LDS,
 // so that registers suffice. The waves' sums are reduced in LDS (decode_sums.h), the splits' in HBM (output.h).
 //
-// For D 256 two waves have the same 32 keys and a half of the head each, as many registers as for D 128. They add their
-// halves of the scores through LDS, once per step, and have the same weights and half of the sums each.
+// For D 256 two waves have the same 32 keys and half of the head each, and use the registers of D 128. They add their
+// halves of the scores through LDS, once per step; both then have all weights, and half of the sums.
 #pragma once
 #include "attention/decode_sums.h"
 

@@ -11,8 +11,8 @@ constexpr int kThreads = kHeadParts<kD> == 1 ? 256 : kHeadWaves<kD> * wave::kLan
     Kernel decode(problem, buffer);                                                    \
     if (decode.has_work()) decode.run();                                               \
   }
-// Up to 8 packed-GQA rows, where a matrix instruction has 8 columns.
-#if defined(__NVPTX__)
+// Up to 8 packed-GQA rows.
+#ifdef HAS_DECODE_8
 #define FEW_ROWS(symbol, T, Cache, D, is_native) INSTANCE(symbol, T, Cache, D, is_native, DecodeProblem, 8)
 #else
 #define FEW_ROWS(...)

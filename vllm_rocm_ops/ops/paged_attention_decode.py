@@ -231,8 +231,13 @@ def _cases() -> Iterator[Case]:
         for fp8 in (False, True):
             for size in SIZES:
                 for layout in ("packed", "native"):
-                    name = f"{kind}{'-fp8' * fp8}-{size}-{layout}"
-                    yield case(name, (133,), (3, 1), size, dtype=dtype, fp8=fp8, layout=layout, wider=0)
+                    name, given = (
+                        f"{kind}{'-fp8' * fp8}-{size}-{layout}",
+                        {"dtype": dtype, "fp8": fp8, "layout": layout},
+                    )
+                    yield case(name, (133,), (3, 1), size, **given, wider=0)
+                    if size == 256:
+                        yield case(f"{name}-rows-12", (160, 3), (12, 1), size, **given)
     yield case("llama", (150,), (16, 1), 128, layout="native", wider=0)
     yield case("heads-6-of-2", (40, 3), (6, 2), 128, fp8=True)
     yield case("lengths", (0, 1, 15, 16, 17, 32, 33, 127, 128), (2, 1), 64, wider=0)
@@ -258,7 +263,7 @@ def _cases() -> Iterator[Case]:
     yield case("divided-page-544", (600, 20), (16, 2), 256, page=544, fp8=True, wider=0)
     yield case("divided-window-rows", (200, 20, 3), (5, 1), 256, window=33, query_len=4, layout="native", fp8=True)
     yield case("divided-out-fp8-sinks", (300, 1), (4, 1), 256, out=True, out_fp8=True, sinks="far", **divided)
-    yield case("divided-tree", (4230, 140), (1, 1), 256, fixed_split_size=128)
+    yield case("divided-tree", (4230, 2190), (1, 1), 256, fixed_split_size=128)
     yield case("no-lse", (20,), (2, 1), 64, return_lse=False)
     yield case("out", (40, 129), (3, 1), 64, out=True)
     yield case("out-fp8", (40, 129), (3, 1), 64, out=True, out_fp8=True)
