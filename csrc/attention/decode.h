@@ -195,8 +195,9 @@ struct Decode : DecodeSums<T, kD, kNative, Problem, kPackedRows> {
         attention::wait_for_query();
         if constexpr (kParts > 1) block_barrier();  // hazard: queries are read before they are written
       }
-      [[maybe_unused]] int scores = 0;  // of the step, in LDS
-                                        // The last iteration, if peeled, loads nothing.
+      [[maybe_unused]] int scores = 0;  // where the step's are in LDS
+
+      // The last iteration, if peeled, loads nothing.
 #pragma unroll
       for (int is_last = 0; is_last <= kPeelLastIter; ++is_last)
 #pragma unroll 1

@@ -223,18 +223,16 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
 def _cases() -> Iterator[Case]:
     """Yield every kernel; lengths around steps, pages and splits, empty, and shorter than the query.
 
-    More cases have groups below one tile and of several, heads that two waves divide, any page size, windows, sinks near scores and far from them, large
-    scores, a fixed split size, and more splits than a block combines.
+    More cases have groups below one tile and of several, heads that two waves divide, any page size, windows, sinks near
+    scores and far from them, large scores, a fixed split size, and more splits than a block combines.
     """
-    case, divided = case_maker(_inputs), {"dtype": torch.float16, "fixed_split_size": 128}
+    case = case_maker(_inputs)
     for dtype, kind in attention.ELEMENTS.items():
         for fp8 in (False, True):
             for size in SIZES:
                 for layout in ("packed", "native"):
-                    name, given = (
-                        f"{kind}{'-fp8' * fp8}-{size}-{layout}",
-                        {"dtype": dtype, "fp8": fp8, "layout": layout},
-                    )
+                    name = f"{kind}{'-fp8' * fp8}-{size}-{layout}"
+                    given = {"dtype": dtype, "fp8": fp8, "layout": layout}
                     yield case(name, (133,), (3, 1), size, **given, wider=0)
                     if size == 256:
                         yield case(f"{name}-rows-12", (160, 3), (12, 1), size, **given)
@@ -259,10 +257,10 @@ def _cases() -> Iterator[Case]:
     yield case("fixed-split", (300, 10, 256), (4, 1), 64, fixed_split_size=128)
     yield case("tree", (2190, 140), (2, 1), 64, fixed_split_size=128)
     yield case("long", (650,), (4, 1), 64)
-    yield case("divided", (530, 0, 33), (3, 1), 256, return_lse=False)
+    yield case("divided", (530, 0, 33), (3, 1), 256, sinks=True)
     yield case("divided-page-544", (600, 20), (16, 2), 256, page=544, fp8=True, wider=0)
     yield case("divided-window-rows", (200, 20, 3), (5, 1), 256, window=33, query_len=4, layout="native", fp8=True)
-    yield case("divided-out-fp8-sinks", (300, 1), (4, 1), 256, out=True, out_fp8=True, sinks="far", **divided)
+    yield case("divided-out-fp8", (300, 1), (4, 1), 256, out=True, out_fp8=True, fixed_split_size=128)
     yield case("divided-tree", (4230, 2190), (1, 1), 256, fixed_split_size=128)
     yield case("no-lse", (20,), (2, 1), 64, return_lse=False)
     yield case("out", (40, 129), (3, 1), 64, out=True)
