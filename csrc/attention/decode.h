@@ -9,25 +9,28 @@
 // are looked up two steps ahead. No operand goes through LDS: a lane loads the keys that its instruction reads, and
 // values stored slot by slot are transposed in registers, 8 keys x 8 elements per lane. On NVIDIA queries are in LDS,
 // so that registers suffice. The waves' sums are reduced in LDS (decode_sums.h), the splits' in HBM (output.h).
+//
+// For D 256 two waves have the same 32 keys and half of the head each, and use the registers of D 128. They add their
+// halves of the scores through LDS, once per step; both then have all weights, and half of the sums.
 #pragma once
 #include "attention/decode_sums.h"
 
 // kD: head size. kNative: V's slots are contiguous for each element, otherwise its elements for each slot.
-template <class T, class Cache, int kD, bool kNative, class Problem = DecodeProblem>
-struct Decode : DecodeSums<T, kD, kNative, Problem> {
-  using Split = HeadSplit<T, kD, Problem>;
-  using Sums = DecodeSums<T, kD, kNative, Problem>;
+template <class T, class Cache, int kD, bool kNative, class Problem = DecodeProblem, int kPackedRows = 16>
+struct Decode : DecodeSums<T, kD, kNative, Problem, kPackedRows> {
+  using Split = HeadSplit<T, kD, Problem, kPackedRows>;
+  using Sums = DecodeSums<T, kD, kNative, Problem, kPackedRows>;
   using Split::begin, Split::block, Split::packed_row, Split::end, Split::first_row_end, Split::kAddsAtOnce,
       Split::kLowest;
-  using Split::lane, Split::load_pages, Split::p, Split::splits, Split::request, Split::step_key;
-  using Sums::buffer, Sums::dim, Sums::finish, Sums::finish_at_once;
-  using Sums::kDimTiles, Sums::kGroups, Sums::kLaneDims, Sums::kTiles;
+  using Split::first_key, Split::lane, Split::load_pages, Split::p, Split::splits, Split::request, Split::step_key;
+  using Sums::buffer, Sums::dim, Sums::finish, Sums::finish_at_once, Sums::key_set, Sums::part;
+  using Sums::kDimTiles, Sums::kGroups, Sums::kKeySets, Sums::kLaneDims, Sums::kParts, Sums::kTiles, Sums::kWaveD;
   using typename Sums::Buffer;
 
   static constexpr bool kFp8 = __is_same(Cache, E4m3);
-  static constexpr int kKeyLoads = kD / (kFp8 ? 64 : 32);  // steps of 64 bytes
-  static constexpr int kProducts = kD / 32;                // per key tile
-  static constexpr int kLaneKeys = 8;                      // of V
+  static constexpr int kKeyLoads = kWaveD / (kFp8 ? 64 : 32);  // steps of 64 bytes
+  static constexpr int kProducts = kWaveD / 32;                // per key tile
+  static constexpr int kLaneKeys = 8;                          // of V
 
   using Element = typename CacheType<Cache>::Element;
   template <int kBytes>
@@ -53,12 +56,12 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
     ValueVec vec[kNative ? kDimTiles : kGroups * kLaneKeys][mma::kLoads];
   };
 
-  static constexpr bool kHasRegisters = kD <= kMaxForRegisters;
-  // True if a wave's queries are in its part of `out` until sums replace them.
+  static constexpr bool kHasRegisters = ::kHasRegisters<kD>;
+  // True if a wave's queries are in its part of `out` until sums replace them. Waves that divide heads share them.
   static constexpr bool kQueryInLds = attention::kQueryInLds && kHasRegisters;
   static constexpr bool kSeparateMask = attention::kSeparateMask && kHasRegisters;
   static constexpr bool kPeelLastIter = attention::kPeelLastIter && kHasRegisters;
-  static_assert(!kQueryInLds || kTiles * kProducts * wave::kLanes * 16 <= sizeof(Buffer::out[0]));
+  static_assert(!kQueryInLds || kParts > 1 || kTiles * kProducts * wave::kLanes * 16 <= sizeof(Buffer::out[0]));
 
   const int of_lane = mma::depth(lane) / 16;     // the lane's 16-byte vector of a key
   const int first_value = mma::depth(lane) / 2;  // of the lane's eight
@@ -84,7 +87,8 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l) {
         const int index = attention::key(tile, mma::row(lane, l));
-        const Element* from = Split::template at<Cache, kUnit>(p.key_cache, places.key, index) + of_lane * chunk;
+        const Element* from = Split::template at<Cache, kUnit>(p.key_cache, places.key, index) +
+                              (part() * kKeyLoads * 4 + of_lane) * chunk;
 #pragma unroll
         for (int i = 0; i < kKeyLoads; ++i) keys.load[tile][i][l] = mem::load<u32x4>(from + i * 4 * chunk);
       }
@@ -92,7 +96,8 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
   DEVICE void load(Values& values, const Places& places) const {
     if constexpr (kNative) {
       // All eight keys are in one page; some may be past the last.
-      const Element* from = Split::template at<Cache, kLaneKeys>(p.value_cache, places.value, first_value);
+      const Element* from = Split::template at<Cache, kLaneKeys>(p.value_cache, places.value, first_value) +
+                            part() * kWaveD * p.value_cache.element_stride;
 #pragma unroll
       for (int tile = 0; tile < kDimTiles; ++tile)
 #pragma unroll
@@ -101,7 +106,8 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
     } else {
 #pragma unroll
       for (int k = 0; k < kLaneKeys; ++k) {
-        const Element* from = Split::template at<Cache, kLaneKeys>(p.value_cache, places.value, first_value + k);
+        const Element* from =
+            Split::template at<Cache, kLaneKeys>(p.value_cache, places.value, first_value + k) + part() * kWaveD;
 #pragma unroll
         for (int g = 0; g < kGroups; ++g)
 #pragma unroll
@@ -142,16 +148,18 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
     constexpr Max max{};
     // Query operands, in key load order.
     u32x4 query[kTiles][kProducts];
-    u32x4* const query_in_lds = (u32x4*)buffer.out[wave::index()];
+    u32x4* const query_in_lds = kParts > 1 ? buffer.parts.query[part()][0] : (u32x4*)buffer.out[wave::index()];
+    int step = wave::block_id_y();
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       const auto c = packed_row(t * mma::kTileTokens + mma::tile_token(lane));
       const u16* from = p.query + (i64(request) * p.query_len + c.row) * p.query_stride + c.head * p.query_head_stride;
 #pragma unroll
       for (int i = 0; i < kProducts; ++i) {
-        const int element = kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8;
+        const int element = part() * kWaveD + (kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8);
         if constexpr (kQueryInLds) {
-          if (step_key(wave::block_id_y()) < end)  // hazard: without keys, no wave waits for the copies
+          // Hazard: without keys, no wave waits for the copies.
+          if (first_key(step) < end && (kParts == 1 || (t * kProducts + i) % kKeySets == key_set()))
             attention::copy_query((u8*)(query_in_lds + (t * kProducts + i) * wave::kLanes), from + element);
         } else query[t][i] = mem::load<u32x4>(from + element);
       }
@@ -171,9 +179,9 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
       }
     f32x4 out[kTiles][kDimTiles] = {};
     const float scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);
+    if constexpr (kD == 256) this->value_scale = this->load_value_scale();
 
-    int step = wave::block_id_y();
-    if (step_key(step) < end) {
+    if (first_key(step) < end) {
       Keys keys;
       Values values;
       Places at = places(Split::first_pages(), step_key(step));
@@ -185,12 +193,15 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
       if constexpr (kQueryInLds) {
         attention::issue_here();  // keys and values do not wait for queries
         attention::wait_for_query();
+        if constexpr (kParts > 1) block_barrier();  // hazard: queries are read before they are written
       }
+      [[maybe_unused]] int scores = 0;  // where the step's are in LDS
+
       // The last iteration, if peeled, loads nothing.
 #pragma unroll
       for (int is_last = 0; is_last <= kPeelLastIter; ++is_last)
 #pragma unroll 1
-        for (; step_key(step + (kPeelLastIter && !is_last ? splits : 0)) < end; step += splits) {
+        for (; first_key(step + (kPeelLastIter && !is_last ? splits : 0)) < end; step += splits) {
           f32x4 score[kTiles][2] = {};
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile)
@@ -213,7 +224,10 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
 #pragma unroll
           for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-            for (int tile = 0; tile < 2; ++tile) attention::compute_now(score[t][tile]);
+            for (int tile = 0; tile < 2; ++tile) {
+              attention::compute_now(score[t][tile]);
+              if constexpr (kParts > 1) buffer.parts.score[scores][wave::index()][t * 2 + tile][lane] = score[t][tile];
+            }
           int pages = 0;
           if (!is_last) {
             at = places(next_pages, step_key(step + splits));
@@ -222,7 +236,15 @@ struct Decode : DecodeSums<T, kD, kNative, Problem> {
           }
           // Otherwise ptxas moves the key loads after the PV product. Hazard: other lanes' sums overwrite
           // queries.
-          if constexpr (kQueryInLds) attention::issue_here();
+          if constexpr (kParts > 1) {
+            block_barrier();  // hazard: scores are read before they are written
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+              for (int tile = 0; tile < 2; ++tile)
+                score[t][tile] += buffer.parts.score[scores][wave::index() ^ 1][t * 2 + tile][lane];
+            scores ^= 1;  // the next step's barrier is after these loads
+          } else if constexpr (kQueryInLds) attention::issue_here();
 
           const int first = step_key(step);
           if constexpr (kSeparateMask) scale_and_mask(score, scale, first);

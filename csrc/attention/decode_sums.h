@@ -5,35 +5,60 @@
 #include "attention/split.h"
 #include "device/reduce.h"
 
-constexpr int kMaxForRegisters = 128;  // elements: keys and values of larger heads fill all registers
+// Elements of a head that a wave has: two waves divide heads of 256, and have the same keys.
+template <int kD>
+constexpr int kWaveElements = kD == 256 ? 128 : kD;
+constexpr int kMaxForRegisters = 128;  // elements: keys and values of more fill all registers
+template <int kD>
+constexpr bool kHasRegisters = kWaveElements<kD> <= kMaxForRegisters;
+template <int kD>
+constexpr int kHeadParts = kD / kWaveElements<kD>;
+template <int kD>
+constexpr int kHeadWaves = 4 * kHeadParts<kD>;
 
-template <class T, int kD, class Problem>
-using HeadSplit = DecodeSplit<DecodeOutput<T, kD, 16, 4, 16, 2, kD <= kMaxForRegisters, true, Problem>, 128>;
+template <class T, int kD, class Problem, int kPackedRows>
+using HeadSplit = DecodeSplit<DecodeOutput<T, kD, kPackedRows, kHeadWaves<kD>, 16, 2, kHasRegisters<kD>, true, Problem>,
+                              128, 32, 128, kHeadParts<kD>>;
 
 // kD: head size. kNative: tiles hold consecutive elements, otherwise rows hold kLaneDims consecutive ones.
-template <class T, int kD, bool kNative, class Problem>
-struct DecodeSums : HeadSplit<T, kD, Problem> {
-  using Split = HeadSplit<T, kD, Problem>;
+template <class T, int kD, bool kNative, class Problem, int kPackedRows_>
+struct DecodeSums : HeadSplit<T, kD, Problem, kPackedRows_> {
+  using Split = HeadSplit<T, kD, Problem, kPackedRows_>;
   using Split::lane, Split::splits, Split::store;
   using Split::packed_rows, Split::finish_packed_row, Split::kPackedRows, Split::kGrouped, Split::kThreads,
       Split::kWaves;
 
   static constexpr int kTiles = kPackedRows / mma::kTileTokens;
-  static constexpr int kDimTiles = kD / 16;
-  static constexpr int kLaneDims = kD % 128 == 0 ? 8 : 4;       // contiguous, in a slot of V
-  static constexpr int kRound = kNative ? 64 : 16 * kLaneDims;  // dims of consecutive tiles
-  static constexpr int kGroups = kD / kRound;
+  static constexpr int kParts = kHeadParts<kD>, kWaveD = kWaveElements<kD>, kKeySets = kWaves / kParts;
+  static constexpr int kDimTiles = kWaveD / 16;
+  static constexpr int kLaneDims = kD % 128 == 0 ? 8 : 4;                      // contiguous, in a slot of V
+  static constexpr int kRound = kNative && kParts == 1 ? 64 : 16 * kLaneDims;  // dims of consecutive tiles
+  static constexpr int kGroups = kWaveD / kRound;
 
+  static constexpr int kPartsAtOnce = kPackedRows < 16 ? kParts : 1;  // whose sums are in LDS together
+  static constexpr int kRoundDims = kPartsAtOnce * kRound;
+
+  struct Parts {  // of queries and of scores, alternate steps
+    u32x4 query[kParts][kParts > 1 && attention::kQueryInLds ? kTiles * kWaveD / 32 : 1][wave::kLanes];
+    f32x4 score[2][kWaves][kParts > 1 ? kTiles * 2 : 1][kParts > 1 ? wave::kLanes : 1];
+  };
   struct Buffer {
-    float maximum[kWaves][kPackedRows], sum[kWaves][kPackedRows], factor[kPackedRows];
-    f32x4 out[kWaves][kPackedRows][kRound / 4 + 1];
+    float maximum[kKeySets][kPackedRows], sum[kKeySets][kPackedRows], factor[kPackedRows];
+    union {
+      f32x4 out[kKeySets][kPackedRows][kRoundDims / 4 + 1];
+      Parts parts;  // while the waves have steps, if they divide heads
+    };
   };
 
   Buffer& buffer;
 
   DEVICE DecodeSums(const Problem& problem, Buffer& buffer) : Split(problem), buffer(buffer) {}
 
-  // The dim in this row of a tile.
+  // The wave's part of the head, and its keys among the block's waves.
+  DEVICE static int part() { return wave::index() % kParts; }
+  DEVICE static int key_set() { return wave::index() / kParts; }
+
+  // The dim in this row of a tile, of the wave's part.
   DEVICE static int dim(int tile, int row) {
     if constexpr (kNative) return tile * 16 + row;
     else return tile / kLaneDims * 16 * kLaneDims + row * kLaneDims + tile % kLaneDims;
@@ -52,6 +77,7 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
         factor[t][v] =
             numerics::exp2_approx(maximum[t][v] - block_maximum(t * mma::kTileTokens + mma::value_token(lane, v)));
 
+    static_assert(kParts == 1);
     constexpr int kVecs = kPackedRows * kRound / 4, kThreadVecs = kVecs / kThreads;
     const mem::Buffer to = Split::slot(wave::block_id_y());
     const bool is_whole = splits == 1;
@@ -88,21 +114,23 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int v = 0; v < mma::kValueTokens; ++v) one[t][v] = 1.0f;
-    constexpr int kVecs = kPackedRows * kRound / 4, kThreadVecs = kVecs / kThreads;
+    constexpr int kVecs = kPackedRows * kRoundDims / 4, kThreadVecs = kVecs / kThreads;
     const bool is_whole = splits == 1;
     f32x4 whole[kThreadVecs][kGroups];
 #pragma unroll
-    for (int round = 0; round < kGroups; ++round) {
-      if (round > 0) block_barrier();  // hazard: the previous round's sums are overwritten before they are read
-      put_round(round, out, one);
+    for (int round = 0; round < kD / kRoundDims; ++round) {
+      // Hazard: the previous round's sums, or scores, are overwritten before they are read.
+      if (round > 0 || kParts > 1) block_barrier();
+      if (kPartsAtOnce == kParts || part() == round / kGroups) put_round(round % kGroups, out, one);
       block_barrier();  // hazard: the waves' sums are read before they are written
       f32x4 total[kThreadVecs] = {};
 #pragma unroll
       for (int i = 0; i < kThreadVecs; ++i) {
-        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4), of_packed_row = vec % (kRound / 4);
+        const int vec = i * kThreads + wave::thread_id(), c = vec / (kRoundDims / 4),
+                  of_packed_row = vec % (kRoundDims / 4);
         const float largest = block_maximum(c);
 #pragma unroll
-        for (int w = 0; w < kWaves; ++w)
+        for (int w = 0; w < kKeySets; ++w)
           total[i] += buffer.out[w][c][of_packed_row] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
       }
       if (is_whole) {
@@ -113,17 +141,17 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
         }
 #pragma unroll
         for (int i = 0; i < kThreadVecs; ++i) {
-          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
+          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRoundDims / 4);
           if constexpr (kGrouped) whole[i][round] = total[i] * buffer.factor[c];
-          else store(c, round * kRound + vec % (kRound / 4) * 4, total[i] * buffer.factor[c]);
+          else store(c, round * kRoundDims + vec % (kRoundDims / 4) * 4, total[i] * buffer.factor[c]);
         }
       } else {
         const mem::Buffer to = Split::slot(wave::block_id_y());
 #pragma unroll
         for (int i = 0; i < kThreadVecs; ++i) {
-          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
+          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRoundDims / 4);
           if (c < packed_rows())
-            mem::store_device(to, (c * kD + round * kRound + vec % (kRound / 4) * 4) * 4, 0, total[i]);
+            mem::store_device(to, (c * kD + round * kRoundDims + vec % (kRoundDims / 4) * 4) * 4, 0, total[i]);
         }
       }
     }
@@ -131,8 +159,9 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
       if (is_whole)
 #pragma unroll
         for (int i = 0; i < kThreadVecs; ++i) {
-          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRound / 4);
-          Split::template store_group<kRound / 4>(c, vec % (kRound / 4) * 4, kRound, whole[i], c < packed_rows());
+          const int vec = i * kThreads + wave::thread_id(), c = vec / (kRoundDims / 4);
+          Split::template store_group<kRoundDims / 4>(c, vec % (kRoundDims / 4) * 4, kRoundDims, whole[i],
+                                                      c < packed_rows());
         }
     if (is_whole) return;
     if (const int c = wave::thread_id(); c < kPackedRows)
@@ -148,9 +177,9 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
       for (int v = 0; v < mma::kValueTokens; ++v) {
         const int c = t * mma::kTileTokens + mma::value_token(lane, v);
         sum[t][v] = attention::reduce_rows(sum[t][v], Add{});
-        if (mma::value_row(lane, v) == 0) {
-          buffer.maximum[wave::index()][c] = maximum[t][v];
-          buffer.sum[wave::index()][c] = sum[t][v];
+        if (mma::value_row(lane, v) == 0 && part() == 0) {
+          buffer.maximum[key_set()][c] = maximum[t][v];
+          buffer.sum[key_set()][c] = sum[t][v];
         }
       }
   }
@@ -161,7 +190,8 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int v = i % mma::kValueTokens, c = t * mma::kTileTokens + mma::value_token(lane, i);
-        float* packed_row = (float*)buffer.out[wave::index()][c] + dim(0, mma::value_row(lane, i));
+        const int first = kPartsAtOnce > 1 ? part() * kRound : 0;
+        float* packed_row = (float*)buffer.out[key_set()][c] + first + dim(0, mma::value_row(lane, i));
         constexpr int kNeighbours = kNative ? 1 : 4;  // dims per row
 #pragma unroll
         for (int d = 0; d < kRound / 16; d += kNeighbours) {
@@ -175,14 +205,15 @@ struct DecodeSums : HeadSplit<T, kD, Problem> {
   DEVICE float block_maximum(int c) const {
     float largest = buffer.maximum[0][c];
 #pragma unroll
-    for (int w = 1; w < kWaves; ++w) largest = __builtin_fmaxf(largest, buffer.maximum[w][c]);
+    for (int w = 1; w < kKeySets; ++w) largest = __builtin_fmaxf(largest, buffer.maximum[w][c]);
     return largest;
   }
   DEVICE float block_sum(int c) const {
     const float largest = block_maximum(c);
     float total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWaves; ++w) total += buffer.sum[w][c] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
+    for (int w = 0; w < kKeySets; ++w)
+      total += buffer.sum[w][c] * numerics::exp2_approx(buffer.maximum[w][c] - largest);
     return total;
   }
 };

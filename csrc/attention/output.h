@@ -8,11 +8,19 @@
 #include "device/float8.h"
 #include "device/reduce.h"
 
+// The scale of values, if it is loaded with the first keys instead of after the last.
+template <bool kIsEarly>
+struct EarlyScale {};
+template <>
+struct EarlyScale<true> {
+  float value_scale;
+};
+
 // A combining thread loads kAddedVecs vectors from all splits at once or, with kAddsAtOnce, all that registers hold.
 // With kRounds, values are rounded to T before quantization, bit-identical to quantizing a result in T.
 template <class T, int kD, int kPackedRows_ = 16, int kWaves_ = 4, int kFanIn_ = 16, int kAddedVecs = 2,
           bool kAddsAtOnce_ = false, bool kRounds = false, class Problem_ = DecodeProblem>
-struct DecodeOutput {
+struct DecodeOutput : EarlyScale<kD == 256> {
   using Problem = Problem_;
   static constexpr bool kAddsAtOnce = kAddsAtOnce_, kGrouped = __is_same(Problem, GroupedProblem);
   static_assert(!kGrouped || (kAddsAtOnce && kRounds && kD == 128));
@@ -44,6 +52,7 @@ struct DecodeOutput {
 
   static constexpr int kPackedRowVecs = kD / 4;  // four elements each
   static constexpr int kFanIn = kFanIn_;         // splits, or partial combinations, that a block adds
+  static constexpr int kMostAdded = kD == 256 ? 2 * kFanIn : kFanIn;  // that a block adds if there are no more
   static constexpr int kMaxima = kPackedRows * kD * 4, kSums = kMaxima + kPackedRows * 4;  // byte offsets in a slot
 
   DEVICE mem::Buffer slot(int index) const {
@@ -55,15 +64,16 @@ struct DecodeOutput {
   }
 
   // Combines the splits once their blocks have stored them, in a tree: among kFanIn consecutive splits, the last to
-  // arrive adds all, in order.
+  // arrive adds all, in order. Up to kMostAdded have no second level.
   DEVICE void combine_splits() const {
     int place = wave::block_id_y(), count = splits, first_slot = 0, slots = p.num_kv_splits;
     u32* counters = p.counters + i64(block) * p.groups;
     while (true) {
-      const int group = place / kFanIn, first = group * kFanIn;
-      const int members = count - first < kFanIn ? count - first : kFanIn;
+      const bool is_last_level = kMostAdded > kFanIn && count <= kMostAdded;
+      const int group = is_last_level ? 0 : place / kFanIn, first = group * kFanIn;
+      const int members = is_last_level || count - first < kFanIn ? count - first : kFanIn;
       if (!is_last_block(counters + group, members)) return;
-      count = (count + kFanIn - 1) / kFanIn;
+      count = is_last_level ? 1 : (count + kFanIn - 1) / kFanIn;
       if constexpr (kAddsAtOnce) add_at_once(first_slot + first, members, count > 1 ? first_slot + slots + group : -1);
       else add(first_slot + first, members, count > 1 ? first_slot + slots + group : -1);
       if (count == 1) return;
@@ -188,6 +198,7 @@ struct DecodeOutput {
     }
   }
 
+  DEVICE float load_value_scale() const { return p.value_cache.scale ? mem::load<float>(p.value_cache.scale) : 1.0f; }
   // Returns the factor for a column's sums, given its maximum and its weight sum, divided by exp2(maximum). With
   // `stores`, also stores the log-sum-exp.
   DEVICE float finish_packed_row(int c, float maximum, float sum, bool stores) const {
@@ -203,7 +214,9 @@ struct DecodeOutput {
     if (stores && p.lse && c < packed_rows())
       mem::store(p.lse + (i64(request) * p.query_len + of.row) * p.query_heads + of.head,
                  sum != 0.0f ? (maximum + numerics::log2_approx(sum)) * 0.6931471805599453f : -__builtin_inff());
-    const float value_scale = p.value_cache.scale ? mem::load<float>(p.value_cache.scale) : 1.0f;
+    float value_scale;
+    if constexpr (kD == 256) value_scale = this->value_scale;
+    else value_scale = load_value_scale();
     return sum != 0.0f ? before * (value_scale / sum) : 0.0f;
   }
   // Stores four elements of a column, already multiplied by that factor.

@@ -20,8 +20,9 @@ DEVICE u32x4 as_operand(u32x2 elements) {
   return {pack_exact<T>(a.x, a.y), pack_exact<T>(b.x, b.y), pack_exact<T>(c.x, c.y), pack_exact<T>(d.x, d.y)};
 }
 
-// `min_steps` counts steps of kMinKeys.
-template <class Output, int kStepKeys_, int kWaveKeys_ = 32, int kMinKeys = kStepKeys_>
+// `min_steps` counts steps of kMinKeys. kParts consecutive waves have the same keys, and every wave has all of the block's
+// steps, so that they meet at its barriers: without keys of its own it repeats one of the block's.
+template <class Output, int kStepKeys_, int kWaveKeys_ = 32, int kMinKeys = kStepKeys_, int kParts = 1>
 struct DecodeSplit : Output {
   using Output::head, Output::p, Output::splits, Output::request;
 
@@ -45,7 +46,7 @@ struct DecodeSplit : Output {
     first_row_end = end - p.query_len + 1;
     begin = p.window > 0 && first_row_end > p.window ? first_row_end - p.window : 0;
     base = begin / kWaveKeys * kWaveKeys;
-    own = step_key(first_step) > begin ? step_key(first_step) : begin;
+    own = own_key(first_step) > begin ? own_key(first_step) : begin;
     const int steps = (end - base + kMinKeys - 1) / kMinKeys;
     const int most = u32(steps + p.min_steps - 1) / p.min_divisor;  // splits, none shorter than min_steps
     splits = most > p.num_kv_splits ? p.num_kv_splits : most > 0 ? most : 1;
@@ -53,8 +54,15 @@ struct DecodeSplit : Output {
   DEVICE bool has_work() const { return wave::block_id_y() < splits; }
 
   // The wave's first key in a step, relative to `base`.
-  DEVICE static int split_key(int step) { return step * kStepKeys + wave::index() * kWaveKeys % kStepKeys; }
+  DEVICE static int split_key(int step) { return step * kStepKeys + wave::index() / kParts * kWaveKeys % kStepKeys; }
   DEVICE int step_key(int step) const { return base + split_key(step); }
+  // The key that decides whether a wave has a step.
+  DEVICE int first_key(int step) const { return kParts > 1 ? base + step * kStepKeys : step_key(step); }
+  DEVICE int own_key(int step) const {
+    if constexpr (kParts > 1)
+      if (step_key(step) >= end) return first_key(step);
+    return step_key(step);
+  }
 
   DEVICE int clamped(int key) const {
     const int low = key > begin ? key : begin;
@@ -72,7 +80,8 @@ struct DecodeSplit : Output {
   // The same for the split's first keys, of which there is at least one.
   DEVICE int first_pages() const {
     const int first = step_key(wave::block_id_y());
-    return p.window > 0 ? load_pages(first) : wave::from_lane(early_pages, clamped(first + lane % kWaveKeys) - first);
+    const bool is_late = p.window > 0 || (kParts > 1 && first >= end);
+    return is_late ? load_pages(first) : wave::from_lane(early_pages, clamped(first + lane % kWaveKeys) - first);
   }
   // The offset in a cache, in units of kUnit elements, of the lane's key: one of 32 from `first` on in these pages. For
   // V with contiguous slots: the offset of its eight slots.

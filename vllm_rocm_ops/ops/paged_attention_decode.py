@@ -22,8 +22,8 @@ __all__ = ["paged_attention_decode"]
 
 SIZES = (64, 128, 192, 256)  # head sizes
 STEP = 128  # keys per iteration of a block
-WAVES = 4
-RESIDENT = 2  # blocks per compute unit
+WAVES = 4  # that divide the keys of a step
+RESIDENT = 8  # waves per compute unit
 GROUP = 128  # elements per scale of out_scales
 
 
@@ -83,6 +83,23 @@ def _has_groups(a, layout: CacheLayout) -> bool:
     return a.out_scales is None or layout.value_size == GROUP
 
 
+def _is_divided(layout: CacheLayout) -> bool:
+    """True if two waves divide a head."""
+    return layout.key_size == 256
+
+
+def _waves(layout: CacheLayout) -> int:
+    """Return the waves of a block."""
+    return 2 * WAVES if _is_divided(layout) else WAVES
+
+
+def _packed_rows(a, arch: Arch) -> int:
+    """Return the packed-GQA rows of a block. NVIDIA's matrix instructions have 8 columns, for which there are kernels, too."""
+    layout = _layout(a)
+    rows = a.query_len * _query(a).shape[1] // layout.heads
+    return 8 if arch.vendor == "nvidia" and _is_divided(layout) and rows <= 8 else decode.PACKED_ROWS
+
+
 def _blocks(a) -> int:
     """Return the blocks per split."""
     layout = _layout(a)
@@ -102,16 +119,17 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
     layout = _layout(a)
     bytes_of_key = 2 * layout.key_size * layout.key.element_size()
     bandwidth, capacity, costs = arch.bandwidth_gb_s * 1e3, decode.capacity(a, layout), arch.costs.decode
+    most_added = decode.FAN_IN * (2 if _is_divided(layout) else 1)
 
     def of_keys(blocks: int, keys: int) -> float:
-        rounds = -(-blocks // (RESIDENT * arch.compute_units))
+        rounds = -(-blocks // (RESIDENT // _waves(layout) * arch.compute_units))
         split_bytes = decode.divided(config, keys, STEP)[1] * STEP * bytes_of_key
         of_block = costs.block_us + split_bytes / decode.rate(costs.unit_gb_s, arch, blocks)
         return max(rounds * of_block, blocks * split_bytes / bandwidth)
 
     def of_length(keys: int) -> tuple[float, float]:
         splits = decode.divided(config, keys, STEP)[0]
-        return of_keys(_blocks(a) * splits, keys), costs.sharing_us * (len(decode.tree(splits)) - 1)
+        return of_keys(_blocks(a) * splits, keys), costs.sharing_us * (len(decode.tree(splits, most_added)) - 1)
 
     streaming, sharing = of_length(min(capacity, decode.NOMINAL_KEYS))
     terms = {"launch": attention.LAUNCH_US, "streaming": streaming, "sharing": sharing}
@@ -121,11 +139,11 @@ def _cost(config: DecodeConfig, a, arch: Arch) -> dict[str, float]:
 
 
 def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
-    query, layout, blocks = _query(a), _layout(a), _blocks(a)
+    query, layout, blocks, packed_rows = _query(a), _layout(a), _blocks(a), _packed_rows(a, arch)
     if blocks == 0:
         return []
     caches, scales = (a.key_cache, a.value_cache), (a.k_scale, a.v_scale)
-    shared = decode.problem_arguments(config, a, query, layout, caches, scales, outputs, decode.PACKED_ROWS)
+    shared = decode.problem_arguments(config, a, query, layout, caches, scales, outputs, packed_rows)
     args = {"query": a.query, "sinks": a.sinks, "window": a.window, **shared}
     if a.out_scales is not None:
         row, head = a.out_scales.stride()
@@ -133,8 +151,8 @@ def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
     is_fp8 = attention.is_quantized(layout.key)
     kind = attention.ELEMENTS[query.dtype] + "_fp8" * is_fp8
     symbol = f"paged_attention_decode_{kind}_{layout.key_size}_{'native' if layout.is_native else 'packed'}"
-    symbol += "_grouped" * (a.out_scales is not None)
-    grid, block = (blocks, config.num_kv_splits, 1), (WAVES * arch.wave_lanes, 1, 1)
+    symbol += "_8" * (packed_rows == 8) + "_grouped" * (a.out_scales is not None)
+    grid, block = (blocks, config.num_kv_splits, 1), (_waves(layout) * arch.wave_lanes, 1, 1)
     return [Launch("paged_attention_decode", symbol, grid, block, fields("problem", args))]
 
 
@@ -205,8 +223,8 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
 def _cases() -> Iterator[Case]:
     """Yield every kernel; lengths around steps, pages and splits, empty, and shorter than the query.
 
-    More cases have groups below one tile and of several, any page size, windows, sinks near scores and far from them, large
-    scores, a fixed split size, and more splits than a block combines.
+    More cases have groups below one tile and of several, heads that two waves divide, any page size, windows, sinks near
+    scores and far from them, large scores, a fixed split size, and more splits than a block combines.
     """
     case = case_maker(_inputs)
     for dtype, kind in attention.ELEMENTS.items():
@@ -214,7 +232,10 @@ def _cases() -> Iterator[Case]:
             for size in SIZES:
                 for layout in ("packed", "native"):
                     name = f"{kind}{'-fp8' * fp8}-{size}-{layout}"
-                    yield case(name, (133,), (3, 1), size, dtype=dtype, fp8=fp8, layout=layout, wider=0)
+                    given = {"dtype": dtype, "fp8": fp8, "layout": layout}
+                    yield case(name, (133,), (3, 1), size, **given, wider=0)
+                    if size == 256:
+                        yield case(f"{name}-rows-12", (160, 3), (12, 1), size, **given)
     yield case("llama", (150,), (16, 1), 128, layout="native", wider=0)
     yield case("heads-6-of-2", (40, 3), (6, 2), 128, fp8=True)
     yield case("lengths", (0, 1, 15, 16, 17, 32, 33, 127, 128), (2, 1), 64, wider=0)
@@ -252,6 +273,11 @@ def _cases() -> Iterator[Case]:
     yield case("groups-of-64", (20,), (4, 2), 64, **grouped)
     yield case("out-fp8-parts", (300, 129), (16, 1), 128, out=True, out_fp8=True, fixed_split_size=128)
     yield case("out-fp8-native-192", (40,), (2, 1), 192, out=True, out_fp8=True, layout="native", **fp16)
+    yield case("divided", (530, 0, 33), (3, 1), 256, sinks=True)
+    yield case("divided-page-544", (600, 20), (16, 2), 256, page=544, fp8=True, wider=0)
+    yield case("divided-window-rows", (200, 20, 3), (5, 1), 256, window=33, query_len=4, layout="native", fp8=True)
+    yield case("divided-out-fp8", (300, 1), (4, 1), 256, out=True, out_fp8=True, fixed_split_size=128)
+    yield case("divided-tree", (4230, 2190), (1, 1), 256, fixed_split_size=128)
     yield case("size-80", (20,), (2, 1), 80)
     yield case("no-requests", (), (2, 1), 64)
     yield case("nine-parts", (1030, 140), (2, 1), 128, fixed_split_size=128)

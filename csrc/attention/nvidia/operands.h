@@ -45,6 +45,7 @@ DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
 }
 
 #define HAS_MLA_IN_LDS 1
+#define HAS_DECODE_8 1  // decode of 8 packed-GQA rows, an instruction's columns: one tile instead of two
 // MLA: the number of steps whose keys a wave holds.
 constexpr int stages(int packed_row_tiles) { return packed_row_tiles == 1 ? 3 : 2; }
 

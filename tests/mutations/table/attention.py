@@ -20,9 +20,26 @@ BUGS = (
         """attention::compute_now(score[t][tile]);
 __builtin_amdgcn_s_waitcnt(0x0f70);""",
         Code("paged_attention_decode", "paged_attention_decode_bf16_64_native", "test_attention.keys_and_values_wait")),
-    Bug("a wave's sums missing", "attention/decode_sums.h", """for (int w = 0; w < kWaves; ++w)
-          total[i] +=""", """for (int w = 1; w < kWaves; ++w)
+    Bug("a wave's sums missing", "attention/decode_sums.h", """for (int w = 0; w < kKeySets; ++w)
+          total[i] +=""", """for (int w = 1; w < kKeySets; ++w)
           total[i] +=""", Cases(ops.paged_attention_decode, "llama", said=WRONG)),
+    Bug("scores of the other half of a head missing", "attention/decode.h", "buffer.parts.score[scores][wave::index() ^ 1]",
+        "buffer.parts.score[scores][wave::index()]", Cases(ops.paged_attention_decode, "bf16-256-packed", said=WRONG)),
+    Bug("scores of two steps in one place", "attention/decode.h", "scores ^= 1;", "scores ^= 0;",
+        Cases(ops.paged_attention_decode, "divided", said="written here|also written|WRONG")),
+    Bug("values of the first half of a head twice", "attention/decode.h", "first_value + k) + part() * kWaveD;",
+        "first_value + k);", Cases(ops.paged_attention_decode, "bf16-fp8-256-packed", said=WRONG)),
+    Bug("sums stored over scores", "attention/decode_sums.h", "if (round > 0 || kParts > 1) block_barrier();",
+        "if (round > 0) block_barrier();", Tests()),
+    Bug("both halves of a head summed in one place", "attention/decode_sums.h",
+        "kPartsAtOnce == kParts || part() == round / kGroups", "kPartsAtOnce == kParts || part() != round / kGroups",
+        Cases(ops.paged_attention_decode, "fp16-256-native", said=WRONG)),
+    Bug("splits of a last level left out", "attention/output.h", "is_last_level || count - first < kFanIn ?",
+        "count - first < kFanIn ?", Cases(ops.paged_attention_decode, "divided-tree", said=WRONG)),
+    Bug("a wave without keys repeats its own", "attention/split.h", "if (step_key(step) >= end) return first_key(step);",
+        "", Cases(ops.paged_attention_decode, "divided-page-544", said="argument|is in no tensor|NaNs differ")),
+    Bug("pages of a wave without keys looked up early", "attention/split.h", "p.window > 0 || (kParts > 1 && first >= end)",
+        "p.window > 0", Cases(ops.paged_attention_decode, "divided-page-544", said="argument|is in no tensor|NaNs differ")),
     Bug("factors of a packed-GQA row read before they are stored", "attention/decode_sums.h",
         """if (c < kPackedRows) buffer.factor[c] = finish_packed_row(c, block_maximum(c), block_sum(c), true);
           block_barrier();""",

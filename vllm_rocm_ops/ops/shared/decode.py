@@ -198,11 +198,14 @@ def divided(config: DecodeConfig, keys: int, step: int) -> tuple[int, int]:
     return splits, -(-steps // splits)
 
 
-def tree(splits: int) -> list[int]:
-    """Return the partial sums per level of the combine: splits, groups of FAN_IN splits, and so on."""
+def tree(splits: int, most_added: int = FAN_IN) -> list[int]:
+    """Return the partial sums per level of the combine: splits, groups of FAN_IN splits, and so on.
+
+    Up to `most_added` have no second level.
+    """
     counts = [splits]
     while counts[-1] > 1:
-        counts.append(-(-counts[-1] // FAN_IN))
+        counts.append(1 if counts[-1] <= most_added else -(-counts[-1] // FAN_IN))
     return counts
 
 

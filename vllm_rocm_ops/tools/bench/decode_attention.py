@@ -31,10 +31,14 @@ HEADS = {  # heads, KV heads, head size; MLA: heads only
     "llama-3.1-8b": (32, 8, 128),
     "qwen3-30b-a3b": (32, 4, 128),
     "deepseek-v3 tp1": (128,),
+    "qwen3-next": (16, 2, 256),
+    "gemma-3-4b": (8, 4, 256),
 }
-ALL = "llama-3.1-405b tp8", "deepseek-v3 tp8"  # with the whole grid; other models with `FEW`
-FEW = ((1, 1024), (8, 4096), (64, 1024))
+ALL = "llama-3.1-405b tp8", "deepseek-v3 tp8"  # with the whole grid
+FEW = ((1, 1024), (8, 4096), (64, 1024))  # for other models
+MORE = {"qwen3-next": tuple((batch, context) for context in CONTEXTS[:4] for batch in (1, 8, 32, 64))}
 PAGE, MLA_PAGE = 16, 64  # tokens, as in vLLM's backends
+PAGES = {"qwen3-next": 544}  # as large as the states of its other layers
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,14 @@ def _lengths(batch: int, context: int, ragged: bool) -> list[int]:
     return torch.randint(1, 2 * context, (batch,), generator=generator).tolist()
 
 
-def _make(heads: tuple[int, ...], lens: list[int], dtype: torch.dtype, device, generator, fp8_dtype) -> tuple:
-    """Create the op's arguments."""
-    page = MLA_PAGE if len(heads) == 1 else PAGE
+def _make(
+    heads: tuple[int, ...], lens: list[int], dtype: torch.dtype, device, generator, fp8_dtype, page: int = PAGE
+) -> tuple:
+    """Create the op's arguments; `page` has the tokens of a page of keys and values per head."""
+    page = MLA_PAGE if len(heads) == 1 else page
     pages_each = [-(-length // page) for length in lens]
     order = torch.randperm(sum(pages_each), generator=generator, device=device).to(torch.int32)
-    table = order.new_zeros(len(lens), LONGEST // page)
+    table = order.new_zeros(len(lens), -(-LONGEST // page))
     for row, pages in zip(table, order.split(pages_each)):
         row[: len(pages)] = pages
     of_requests = table, torch.tensor(lens, dtype=torch.int32, device=device)
@@ -118,11 +124,12 @@ def decode_attention(dtype: torch.dtype = torch.bfloat16) -> Iterator[Decode]:
     grid += [(batch, context, True) for batch, context in RAGGED]
     for model, heads in HEADS.items():
         op: Op = mla_decode if len(heads) == 1 else paged_attention_decode
-        for batch, context, ragged in grid if model in ALL else [(*few, False) for few in FEW]:
+        for batch, context, ragged in grid if model in ALL else [(*few, False) for few in MORE.get(model, FEW)]:
             lens = _lengths(batch, context, ragged)
             size = (2 * LATENT + ROPE) if op is mla_decode else 2 * heads[2]
             flops = 2 * heads[0] * size * sum(lens)
             sizes = {"batch": batch, "context": context, "heads": heads[0], "flops": flops}
-            case = Case(f"{model} {batch}x{context}{' ragged' * ragged}", functools.partial(_make, heads, lens, dtype))
+            make = functools.partial(_make, heads, lens, dtype, page=PAGES.get(model, PAGE))
+            case = Case(f"{model} {batch}x{context}{' ragged' * ragged}", make)
             short = "short" if batch <= 16 and context <= 4096 else "long or many"
             yield Decode(op, case, sizes, group=short, keys=sum(lens))
