@@ -4,7 +4,7 @@ from vllm_rocm_ops import ops
 
 from ..bug import Bug, Call, Cases
 
-FILE, OP = "ops/standalone/gated_delta_net_decode.hip", ops.gated_delta_net_decode
+FILE, OP = "ops/gated_delta_net_decode.hip", ops.gated_delta_net_decode
 
 # fmt: off
 BUGS = (
