@@ -4,8 +4,10 @@ The lm_head's rows have very different lengths, so that greedy decoding has few 
 changes a token, while a wrong op does.
 """
 
+import copy
 import json
 import pathlib
+import re
 
 import torch
 from safetensors.torch import save_file
@@ -37,7 +39,7 @@ GEMMA_LAYERS = {"layer_types": ["full_attention"] * 2, "sliding_window": 256, "q
 KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 V2_LITE = {"q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
 DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
-DELTA |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6}
+DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_key_value_heads": 4, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6}
 DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "partial_rotary_factor": 0.5}
 DELTA_EXPERTS = {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 128}
 FAMILIES = {
@@ -65,6 +67,8 @@ FAMILIES = {
     "qwen3_5_moe_text": {"architectures": ["Qwen3_5MoeForCausalLM"], **DELTA, **DELTA_EXPERTS},
 }
 """Other models, by vLLM's name of their configuration."""
+GATES = r"in_proj_(ba|b|a)[.]"
+"""Weights of b and a in Gated DeltaNet, which real checkpoints leave in 16 bits."""
 DELTA_NETS = tuple(name for name, config in FAMILIES.items() if "linear_num_key_heads" in config)
 """Families with layers of Gated DeltaNet."""
 SPARSE_BLOCKS = ("mixtral", "minimax_m2")
@@ -99,7 +103,7 @@ QUANTIZATION = {
 runs.
 """
 
-STATIC_INPUT_SCALE = {"qkv": 0.012, "o_proj": 0.006, "gate_up": 0.011, "down_proj": 0.02}
+STATIC_INPUT_SCALE = {"in_proj": 0.012, "out_proj": 0.006, "qkv": 0.012, "o_proj": 0.006, "gate_up": 0.011, "down_proj": 0.02}
 
 
 def linear(generator: torch.Generator, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
@@ -323,7 +327,7 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
         return weights
     result, generator = {}, torch.Generator().manual_seed(2)
     for name, weight in weights.items():
-        is_linear = "_proj" in name and "eh_proj" not in name and weight.dim() > 1
+        is_linear = "_proj" in name and not re.search(f"eh_proj|{GATES}", name) and weight.dim() > 1
         if not is_linear or (flavour == "mixed" and ".experts." in name):
             result[name] = weight
             continue
@@ -341,7 +345,8 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
         if flavour == "static":
             part = stem.rsplit(".", 1)[-1]
             merged = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
-            result[f"{stem}.input_scale"] = torch.tensor(STATIC_INPUT_SCALE[merged.get(part, part)])
+            part = "in_proj" if part.startswith("in_proj") else merged.get(part, part)
+            result[f"{stem}.input_scale"] = torch.tensor(STATIC_INPUT_SCALE[part])
     return result
 
 
@@ -353,8 +358,11 @@ def build(folder: pathlib.Path, model: str, flavour: str, **overrides) -> pathli
         config, make = {"llama": (LLAMA, llama_weights), "deepseek": (DEEPSEEK, deepseek_weights)}[model]
     config = {**config, **overrides}
     weights = quantize(make(config), flavour)
-    if QUANTIZATION[flavour]:
-        config["quantization_config"] = QUANTIZATION[flavour]
+    if quantization := copy.deepcopy(QUANTIZATION[flavour]):
+        config["quantization_config"] = quantization
+    if quantization and model in DELTA_NETS:
+        left = quantization.setdefault("ignored_layers" if quantization["quant_method"] == "fp8" else "ignore", [])
+        left += [name.removesuffix(".weight") for name in weights if re.search(GATES, name)]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))

@@ -3,11 +3,49 @@
 vLLM's kernels for CPU keep a state as [K, V] and a packed weight of the convolution. Written from the paper; it shares no code with the op.
 """
 
+import ctypes
+import importlib.machinery
+import itertools
+import sys
+import types
+
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, silu, softplus
 
 ROWS = 3  # of the past that the convolution reads
+
+
+class Absent(types.ModuleType):
+    """A module that vLLM's file of Qwen3.5 imports for images; its names are empty classes."""
+
+    __path__ = ()
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def install_absent() -> None:
+    """Stand in for torchvision, once Transformers has found that there is none, and for Triton's copies of states."""
+    import transformers  # noqa: F401
+    import vllm  # noqa: F401
+
+    for name in ("", ".transforms", ".transforms.v2", ".transforms.functional", ".transforms.v2.functional", ".io"):
+        module = Absent(f"torchvision{name}")
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+        sys.modules.setdefault(module.__name__, module)
+    from vllm.v1.worker import mamba_utils
+
+    mamba_utils._resolve_fused_precopy = lambda *_: None  # states are copied for prefix caching
+    mamba_utils.batch_memcpy = copy_all
+
+
+def copy_all(sources: Tensor, destinations: Tensor, sizes: Tensor) -> None:
+    """Copy memory by addresses and bytes."""
+    for source, destination, size in zip(sources.tolist(), destinations.tolist(), sizes.tolist()):
+        ctypes.memmove(destination, source, size)
 
 
 def install() -> None:
@@ -35,7 +73,7 @@ def core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_n
     is_mixed = has_drafts and step.num_prefills + step.num_decodes > 0
     rows = step.non_spec_token_indx if has_drafts else torch.arange(len(mixed_qkv))
     starts = starts.tolist() if is_mixed or not has_drafts else []
-    for request, (start, end) in enumerate(zip(starts, starts[1:])):
+    for request, (start, end) in enumerate(itertools.pairwise(starts)):
         is_new = step.has_initial_state is not None and not step.has_initial_state[request]
         slot = int(slots[request])
         if slot > 0 and end > start:

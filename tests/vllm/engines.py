@@ -108,7 +108,7 @@ class Engines:
             engine["quantization"] = "fp8_per_channel"
         return {
             "model": str(self.checkpoint(flavour)),
-            "prompts": prompts(flavour),
+            "prompts": options.get("prompts") or prompts(flavour),
             "max_tokens": STEPS,
             "logprobs": None if compiled else 1,
             "engine": engine,
