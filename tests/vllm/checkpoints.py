@@ -39,7 +39,13 @@ GEMMA_LAYERS = {"layer_types": ["full_attention"] * 2, "sliding_window": 256, "q
 KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 V2_LITE = {"q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
 DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
-DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_key_value_heads": 4, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6}
+DELTA |= {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_key_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+}
 DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "partial_rotary_factor": 0.5}
 DELTA_EXPERTS = {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 128}
 FAMILIES = {
@@ -103,7 +109,14 @@ QUANTIZATION = {
 runs.
 """
 
-STATIC_INPUT_SCALE = {"in_proj": 0.012, "out_proj": 0.006, "qkv": 0.012, "o_proj": 0.006, "gate_up": 0.011, "down_proj": 0.02}
+STATIC_INPUT_SCALE = {
+    "in_proj": 0.012,
+    "out_proj": 0.006,
+    "qkv": 0.012,
+    "o_proj": 0.006,
+    "gate_up": 0.011,
+    "down_proj": 0.02,
+}
 
 
 def linear(generator: torch.Generator, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:

@@ -5,18 +5,29 @@ import delta_net
 import pytest
 import torch
 from engines import STEPS, prompts_of
-from marks import FULL, full
+from fakes import Fake, change, check_and_time, parameter, require_near, spoil
+from marks import FULL
 from test_drafts import NGRAM, PLAIN_NUMBA
+from vllm.model_executor.layers.fusion import quant_activation
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core.quantization import LIMIT
+from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.vllm.attention import gated_delta_net
+from vllm_rocm_ops.vllm.attention.gated_delta_net_timing import GatedDeltaNetPart, shapes_of
+from vllm_rocm_ops.vllm.graph import fused_quant
+from vllm_rocm_ops.vllm.selection import kernel_timing
+from vllm_rocm_ops.vllm.selection.key import COMPILED
 
 OP = ops.gated_delta_net_decode
 LAYERS = checkpoints.DELTA["layer_types"].count("linear_attention")
 ON_GPU = torch.cuda.is_available()
 LONG = 400  # tokens of prompts that fill a page, of 384
-CACHED = {"enable_prefix_caching": True, "mamba_cache_mode": "align", "max_model_len": 512, "max_num_batched_tokens": 512}
+CACHED = {
+    "enable_prefix_caching": True,
+    "mamba_cache_mode": "align",
+    "max_model_len": 512,
+    "max_num_batched_tokens": 512,
+}
 
 # In vLLM's engine
 
@@ -50,7 +61,9 @@ def jobs(engines, names, switch: str) -> dict[str, dict]:
         job = engines.job(flavour, compiled=compiled, environment=environment, prompts=prompts)
         if name == "cached":
             job["engine"] |= CACHED
-            job["then"] = ["again", "reload"] if switch == "1" else ["again"]  # after it vLLM's CPU build says something else
+            job["then"] = (
+                ["again", "reload"] if switch == "1" else ["again"]
+            )  # after it vLLM's CPU build says something else
         elif name == "drafts" and switch == "1":  # vLLM's CPU build says something else with drafts
             job["engine"]["speculative_config"] = {**NGRAM, "num_speculative_tokens": 3}
             job["engine"]["enable_prefix_caching"] = False  # its copies of drafts' states are a kernel of Triton's
@@ -65,9 +78,7 @@ def jobs(engines, names, switch: str) -> dict[str, dict]:
 def long_prompts(seeds: tuple[int, ...]) -> list[list[int]]:
     """Return a prompt of `LONG` tokens for each seed."""
     words = checkpoints.LLAMA["vocab_size"]
-    return [
-        torch.randint(3, words, (LONG,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in seeds
-    ]
+    return [torch.randint(3, words, (LONG,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in seeds]
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +112,224 @@ def test_tokens_are_vllms(request, plugin, name):
         assert found["then"] == [found["tokens"]] * 2 and 0 < calls < LAYERS * (STEPS + 2)
         return
     assert calls == LAYERS * (STEPS - 1)
+
+
+# A layer
+
+KEY_HEADS, HEADS, SIZE = 1, 2, 128
+CHANNELS = (2 * KEY_HEADS + HEADS) * SIZE
+KEYS = {"static": "kFp8StaticTensorSym", "groups": "kFp8Dynamic128Sym", "": "kFp8DynamicTokenSym"}
+
+
+class OutProjection(torch.nn.Module):
+    """out_proj, with vLLM's quantization of its input; its result is the input."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.input_scale = torch.tensor(0.02) if kind == "static" else None
+        self.vllm_rocm_ops_column_major_scales = False
+        quant_activation.expose_input_quant_key(self, Fake(input_quant_key=lambda: getattr(fused_quant, KEYS[kind])))
+
+    def vllm_rocm_ops_quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.input_scale is not None:
+            return quantization.static(x, self.input_scale, fused_quant.QUANT_DTYPE), self.input_scale
+        values, scales = quantization.per_token(x.unflatten(1, (-1, SIZE)), fused_quant.QUANT_DTYPE, None)
+        return values.flatten(1), scales.squeeze(-1)
+
+    def forward(self, x):
+        return x, None
+
+
+@pytest.fixture
+def made(configuration, monkeypatch):
+    """Return a function that makes a part of a layer of vLLM's."""
+    from vllm.model_executor.layers.layernorm import RMSNormGated
+    from vllm.model_executor.layers.mamba import mamba_utils
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention as Layer
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, getattr(torch.cpu, name))
+    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", mamba_utils.get_conv_state_layout.__wrapped__)
+    delta_net.install()
+    gdn_attention.register_cpu_gdn_attention_ops()
+
+    def make(
+        interleaved: bool = True, state: str = "auto", kind: str = "", drafts: int = 0, dim_first: bool = False
+    ) -> GatedDeltaNetPart:
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS" if dim_first else "SD")
+        generator = torch.Generator().manual_seed(0)
+        layer = Layer.__new__(Layer)
+        torch.nn.Module.__init__(layer)
+        layer.prefix, layer.tp_size, layer.num_spec, layer.activation = "layers.0", 1, drafts, "silu"
+        layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim = KEY_HEADS, HEADS, SIZE, SIZE
+        layer.key_dim, layer.value_dim, layer.conv_kernel_size = KEY_HEADS * SIZE, HEADS * SIZE, 4
+        layer.gqa_interleaved_layout, layer._forward_method = interleaved, layer.forward_cpu
+        layer.model_config = Fake(dtype=torch.bfloat16)
+        layer.cache_config = Fake(mamba_cache_dtype="auto", mamba_ssm_cache_dtype=state)
+        layer.A_log, layer.dt_bias = parameter(torch.rand(HEADS)), parameter(torch.randn(HEADS).bfloat16())
+        layer.norm = RMSNormGated(SIZE, eps=1e-6, norm_before_gate=True, dtype=torch.bfloat16, activation="silu")
+        layer.norm.weight.requires_grad_(False)
+        layer.conv1d = torch.nn.Module()
+        weight = 0.5 * torch.randn(CHANNELS, 1, 4, generator=generator)
+        layer.conv1d.weight, layer.conv1d.bias = parameter(weight.bfloat16()), None
+        layer.in_proj_qkvz, layer.in_proj_ba, layer.out_proj = (OutProjection(kind) for _ in range(3))
+        settings = Fake(static_forward_context={"layers.0": layer}, fast_moe_cold_start=False, static_all_moe_layers=[])
+        speculative = Fake(num_speculative_tokens=drafts) if drafts else None
+        config = Fake(
+            model_config=layer.model_config,
+            compilation_config=settings,
+            speculative_config=speculative,
+            scheduler_config=Fake(max_num_seqs=64),
+        )
+        return GatedDeltaNetPart(layer, config, COMPILED)
+
+    return make
+
+
+CASES = {
+    "1:2x128 bfloat16 interleaved": {},
+    "1:2x128 bfloat16 float32 dim first to e4m3 by 128": {
+        "interleaved": False,
+        "state": "float32",
+        "kind": "groups",
+        "dim_first": True,
+    },
+    "1:2x128 bfloat16 2 rows to e4m3": {"interleaved": False, "kind": "static", "drafts": 1},
+}
+
+
+@pytest.mark.parametrize("shape", CASES)
+def test_a_kernel_is_measured_beside_vllms_layer(made, shape):
+    """The emulated launch is as close to exact results and states as vLLM's layer."""
+    part = made(**CASES[shape])
+    assert str(part.key) == f"gated_delta_net_decode {shape} compiled" and part.key.has_one_choice
+    assert part.token_counts([1, 2]) == [requests * part.rows for requests in (2, 8, 32)]
+    require_near(part, 2 * part.rows)
+
+
+@pytest.mark.parametrize("result", ["out", "state", "conv_state"])
+def test_each_result_is_checked(made, result, monkeypatch):
+    """The launch is off if its result or a state that it leaves is wrong."""
+    spoil(monkeypatch, OP, result)
+    with pytest.raises(kernel_timing.Mismatch):
+        check_and_time(made())
+
+
+def test_its_name_is_that_of_a_models_call(made):
+    for shape, given in CASES.items():
+        if not given.get("drafts"):
+            state, kind = given.get("state", "bfloat16"), given.get("kind", "")
+            assert shape in shapes_of((1, 2, given.get("interleaved", True), state, kind), torch.bfloat16)
+            assert made(**given).pattern.shape == shape
+
+
+UNSUPPORTED = {
+    "two projections": ("in_proj_qkv", torch.nn.Identity()),
+    "of all ranks": ("disable_tp_for_ba_proj", True),
+    "activation gelu": ("activation", "gelu"),
+    "of the gate sigmoid": ("norm.activation", "sigmoid"),
+    "another gated norm": ("norm.norm_before_gate", False),
+    "with a bias": ("conv1d.bias", parameter(torch.zeros(CHANNELS))),
+    "another forward": ("_forward_method", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_unsupported_layers_are_not_served(made, what):
+    layer = made().layer
+    assert [*gated_delta_net.unsupported_features(layer)] == []
+    layer.tp_size = 2
+    change(layer, *UNSUPPORTED[what])
+    [why] = gated_delta_net.unsupported_features(layer)
+    assert what in why
+
+
+def test_batch_invariance_is_not_served(made, monkeypatch):
+    from vllm import envs
+
+    layer = made().layer
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
+    assert [*gated_delta_net.unsupported_features(layer)] == ["batch invariance"]
+
+
+def step(part: GatedDeltaNetPart, **changed):
+    """Return the metadata of a step of 3 requests, changed."""
+    result = part.step(3, "cpu")
+    for name, value in changed.items():
+        setattr(result, name, value)
+    return result
+
+
+def test_only_steps_of_decode_rows_are_served(made):
+    """Decodes beside drafts come as prefills; a step of prefills has no decode."""
+    plain, drafting = made(), made(drafts=2)
+    assert gated_delta_net.requests_of(step(plain)).slots.shape == (3, 1)
+    slots, accepted, starts = gated_delta_net.requests_of(step(drafting))
+    assert slots.shape == (3, 3) and accepted.tolist() == [2, 2, 2] and starts.tolist() == [0, 3, 6, 9]
+    for part, changed in (
+        (plain, {"num_prefills": 1}),
+        (plain, {"num_decodes": 0}),
+        (drafting, {"num_prefills": 1}),
+        (drafting, {"num_decodes": 1}),
+    ):
+        assert gated_delta_net.requests_of(step(part, **changed)) is None
+
+
+def test_a_padded_graph_has_more_slots_than_requests(made):
+    """Of a captured step's tokens, those of absent requests have slot 0: zeros, and no state."""
+    part = made()
+    qkvz, ba, conv, state, _ = part.inputs(3, 0)
+    metadata = step(part, non_spec_state_indices_tensor=torch.tensor([2, 0, 0, 1], dtype=torch.int32))
+    before, outputs = (conv.clone(), state.clone()), part.core.outputs(qkvz)
+    outputs[0].fill_(torch.nan)
+    with part.running(conv, state, metadata):
+        assert part.core.advance(qkvz, ba, metadata, outputs)
+    assert outputs[0][0].abs().amin() > 0 and not outputs[0][1:].any()
+    for now, then in zip((conv, state), before):
+        assert not now[2].equal(then[2]) and now[[0, 1, 3]].equal(then[[0, 1, 3]])
+
+
+def projected(part: GatedDeltaNetPart, metadata, adopted: bool) -> tuple[torch.Tensor, ...]:
+    """Return what a layer hands to out_proj, dequantized, and both states, after a step."""
+    qkvz, ba, conv, state, _ = part.inputs(metadata.num_actual_tokens, 0)
+    layer = part.layer
+    layer.in_proj_qkvz.forward, layer.in_proj_ba.forward = (lambda x, y=y: (y, None) for y in (qkvz, ba))
+    gated_delta_net.adopt(layer, adopted)
+    with part.running(conv, state, metadata), torch.inference_mode():
+        found = layer(qkvz)
+    gated_delta_net.adopt(layer, False)
+    if isinstance(found, fused_quant.Quantized):
+        scales = found.scale.expand(len(qkvz), HEADS) if found.scale.dim() < 2 else found.scale
+        found = (found.data.float().unflatten(1, (-1, SIZE)) * scales[..., None]).flatten(1)
+    return found.float(), conv, state
+
+
+@pytest.mark.parametrize("kind", ["", "static", "groups"])
+def test_other_steps_are_vllms_with_the_same_states(made, kind, monkeypatch):
+    """A layer with the launch leaves a prefill and a step of decodes as vLLM's layer does, and quantizes what it hands over."""
+    part = made(kind=kind)
+    decodes = step(part)
+    start = torch.tensor([0, 3], dtype=torch.int32)
+    prefill = step(part, num_prefills=1, num_decodes=0, non_spec_query_start_loc=start)
+    prefill.has_initial_state = torch.tensor([False])
+    calls = []
+    monkeypatch.setattr(gated_delta_net.decoder, "run", lambda op, *given: calls.append(op) or op(*given) or True)
+    for metadata, launches in ((prefill, []), (decodes, [OP])):
+        calls.clear()
+        (values, *states), (wanted, *left) = (projected(part, metadata, adopted) for adopted in (True, False))
+        assert calls == launches
+        torch.testing.assert_close(values, wanted, rtol=0.07 if kind else 0.02, atol=0.03)
+        for now, then in zip(states, left):
+            torch.testing.assert_close(now, then, rtol=0.02, atol=0.02)
+
+
+def test_a_layer_is_served_where_it_won_or_is_forced(made, monkeypatch):
+    part = made()
+    plain = type(part.layer)
+    for serves, forced in ((True, ""), (False, ""), (False, "1")):
+        monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", forced)
+        assert part.runs_unmeasured() == bool(forced)
+        part.take(serves)
+        assert isinstance(part.layer, gated_delta_net.OneLaunch) == (serves or bool(forced))
+        assert isinstance(part.layer, plain) and type(part.layer).__name__ == plain.__name__
