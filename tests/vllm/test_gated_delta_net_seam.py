@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fusion import quant_activation
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.vllm.attention import gated_delta_net
+from vllm_rocm_ops.vllm.attention import gated_delta_net_layer as layers
 from vllm_rocm_ops.vllm.attention.gated_delta_net_timing import GatedDeltaNetPart, shapes_of
 from vllm_rocm_ops.vllm.graph import fused_quant
 from vllm_rocm_ops.vllm.selection import kernel_timing
@@ -28,91 +29,6 @@ CACHED = {
     "max_model_len": 512,
     "max_num_batched_tokens": 512,
 }
-
-# In vLLM's engine
-
-SEEDS = {
-    # as in engines.py, found in vLLM without the launch
-    "next": (80, 173, 212),
-    "cached": (41, 56, 72),
-    "drafts": (154, 173, 238),
-    "dense": (26, 82, 119),
-    "static": (38, 72, 119),
-    "experts": (100, 244, 279),
-}
-FLAVOURS = {
-    "dense": ("qwen3_5_text", "block"),
-    "static": ("qwen3_5_text", "static"),
-    "experts": ("qwen3_5_moe_text", "mixed"),
-}
-PLUGIN_ONLY = "dense", "static"
-"""Models whose linear layers vLLM's CPU build lacks."""
-RUN = [name for name in SEEDS if FULL or name != "static"]
-BEFORE = f"{PLAIN_NUMBA}\nimport delta_net\ndelta_net.install_absent()\n"
-
-
-def jobs(engines, names, switch: str) -> dict[str, dict]:
-    """Return a job for each name, with the launch or without."""
-    result = {}
-    for name in names:
-        flavour, compiled = FLAVOURS.get(name, ("qwen3_next", "mixed")), name == "next" and switch == "1"
-        environment = {"VLLM_ROCM_OPS_ATTENTION": switch, "VLLM_ROCM_OPS_MEASURE": "0"}
-        prompts = long_prompts(SEEDS[name]) if name == "cached" else prompts_of(SEEDS[name])
-        job = engines.job(flavour, compiled=compiled, environment=environment, prompts=prompts)
-        if name == "cached":
-            job["engine"] |= CACHED
-            job["then"] = (
-                ["again", "reload"] if switch == "1" else ["again"]
-            )  # after it vLLM's CPU build says something else
-        elif name == "drafts" and switch == "1":  # vLLM's CPU build says something else with drafts
-            job["engine"]["speculative_config"] = {**NGRAM, "num_speculative_tokens": 3}
-            job["engine"]["enable_prefix_caching"] = False  # its copies of drafts' states are a kernel of Triton's
-        elif name == "next":
-            job["max_tokens"] = [STEPS, STEPS - 2, STEPS]
-        if name == "drafts":
-            job["max_tokens"] = [3 * STEPS, 3 * STEPS, STEPS]
-        result[f"{name} {switch}"] = job
-    return result
-
-
-def long_prompts(seeds: tuple[int, ...]) -> list[list[int]]:
-    """Return a prompt of `LONG` tokens for each seed."""
-    words = checkpoints.LLAMA["vocab_size"]
-    return [torch.randint(3, words, (LONG,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in seeds]
-
-
-@pytest.fixture(scope="module")
-def plugin(engines) -> dict[str, dict]:
-    """Return the answers with the launch, and without it where vLLM alone has none."""
-    without = jobs(engines, [name for name in RUN if name in PLUGIN_ONLY], "0")
-    return engines.run(jobs(engines, RUN, "1") | without, f"{BEFORE}delta_net.install()", "cache-delta-net")
-
-
-@pytest.fixture(scope="module")
-def alone(engines) -> dict[str, dict]:
-    """Return the answers of vLLM alone, by its own kernels."""
-    names = [name for name in RUN if name not in PLUGIN_ONLY]
-    return engines.run(jobs(engines, names, "0"), BEFORE, VLLM_PLUGINS="none")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="replaces what only vLLM's CPU build has")
-@pytest.mark.parametrize("name", RUN)
-def test_tokens_are_vllms(request, plugin, name):
-    """Prefill and mixed steps stay vLLM's, and decode steps go on with their states."""
-    found = plugin[f"{name} 1"]
-    wanted = (plugin if name in PLUGIN_ONLY else request.getfixturevalue("alone"))[f"{name} 0"]
-    assert OP.name not in wanted["stats"] and found["tokens"] == wanted["tokens"]
-    calls = sum(found["stats"][OP.name].values())
-    if name == "drafts":
-        assert found["accepted"] > 0 and "8" in found["rows"][OP.name]
-        return
-    if name == "cached":  # prompts come one after another, beside decodes
-        assert min(found["cached"], wanted["cached"]) >= 384 and wanted["then"] == [wanted["tokens"]]
-        assert found["then"] == [found["tokens"]] * 2 and 0 < calls < LAYERS * (STEPS + 2)
-        return
-    assert calls == LAYERS * (STEPS - 1)
-
 
 # A layer
 
@@ -132,9 +48,9 @@ class OutProjection(torch.nn.Module):
 
     def vllm_rocm_ops_quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.input_scale is not None:
-            return quantization.static(x, self.input_scale, fused_quant.QUANT_DTYPE), self.input_scale
-        values, scales = quantization.per_token(x.unflatten(1, (-1, SIZE)), fused_quant.QUANT_DTYPE, None)
-        return values.flatten(1), scales.squeeze(-1)
+            return quantization.static(x.float(), self.input_scale, fused_quant.QUANT_DTYPE), self.input_scale
+        values, scales = quantization.per_token(x.float().unflatten(1, (-1, SIZE)), fused_quant.QUANT_DTYPE, None)
+        return values.flatten(1), scales.view(len(x), -1)
 
     def forward(self, x):
         return x, None
@@ -264,8 +180,8 @@ def step(part: GatedDeltaNetPart, **changed):
 def test_only_steps_of_decode_rows_are_served(made):
     """Decodes beside drafts come as prefills; a step of prefills has no decode."""
     plain, drafting = made(), made(drafts=2)
-    assert gated_delta_net.requests_of(step(plain)).slots.shape == (3, 1)
-    slots, accepted, starts = gated_delta_net.requests_of(step(drafting))
+    assert layers.requests_of(step(plain)).slots.shape == (3, 1)
+    slots, accepted, starts = layers.requests_of(step(drafting))
     assert slots.shape == (3, 3) and accepted.tolist() == [2, 2, 2] and starts.tolist() == [0, 3, 6, 9]
     for part, changed in (
         (plain, {"num_prefills": 1}),
@@ -273,11 +189,11 @@ def test_only_steps_of_decode_rows_are_served(made):
         (drafting, {"num_prefills": 1}),
         (drafting, {"num_decodes": 1}),
     ):
-        assert gated_delta_net.requests_of(step(part, **changed)) is None
+        assert layers.requests_of(step(part, **changed)) is None
 
 
 def test_a_padded_graph_has_more_slots_than_requests(made):
-    """Of a captured step's tokens, those of absent requests have slot 0: zeros, and no state."""
+    """Absent requests of a captured step have slot 0: their results are zeros, and no state changes."""
     part = made()
     qkvz, ba, conv, state, _ = part.inputs(3, 0)
     metadata = step(part, non_spec_state_indices_tensor=torch.tensor([2, 0, 0, 1], dtype=torch.int32))
@@ -295,10 +211,10 @@ def projected(part: GatedDeltaNetPart, metadata, adopted: bool) -> tuple[torch.T
     qkvz, ba, conv, state, _ = part.inputs(metadata.num_actual_tokens, 0)
     layer = part.layer
     layer.in_proj_qkvz.forward, layer.in_proj_ba.forward = (lambda x, y=y: (y, None) for y in (qkvz, ba))
-    gated_delta_net.adopt(layer, adopted)
+    layers.adopt(layer, adopted)
     with part.running(conv, state, metadata), torch.inference_mode():
         found = layer(qkvz)
-    gated_delta_net.adopt(layer, False)
+    layers.adopt(layer, False)
     if isinstance(found, fused_quant.Quantized):
         scales = found.scale.expand(len(qkvz), HEADS) if found.scale.dim() < 2 else found.scale
         found = (found.data.float().unflatten(1, (-1, SIZE)) * scales[..., None]).flatten(1)
@@ -314,7 +230,7 @@ def test_other_steps_are_vllms_with_the_same_states(made, kind, monkeypatch):
     prefill = step(part, num_prefills=1, num_decodes=0, non_spec_query_start_loc=start)
     prefill.has_initial_state = torch.tensor([False])
     calls = []
-    monkeypatch.setattr(gated_delta_net.decoder, "run", lambda op, *given: calls.append(op) or op(*given) or True)
+    monkeypatch.setattr(layers.decoder, "run", lambda op, *given: calls.append(op) or op(*given) or True)
     for metadata, launches in ((prefill, []), (decodes, [OP])):
         calls.clear()
         (values, *states), (wanted, *left) = (projected(part, metadata, adopted) for adopted in (True, False))
@@ -331,5 +247,90 @@ def test_a_layer_is_served_where_it_won_or_is_forced(made, monkeypatch):
         monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", forced)
         assert part.runs_unmeasured() == bool(forced)
         part.take(serves)
-        assert isinstance(part.layer, gated_delta_net.OneLaunch) == (serves or bool(forced))
+        assert isinstance(part.layer, layers.OneLaunch) == (serves or bool(forced))
         assert isinstance(part.layer, plain) and type(part.layer).__name__ == plain.__name__
+
+
+# In vLLM's engine
+
+SEEDS = {
+    # as in engines.py, found in vLLM without the launch
+    "next": (80, 173, 212),
+    "cached": (41, 56, 72),
+    "drafts": (154, 173, 238),
+    "dense": (26, 82, 119),
+    "static": (38, 72, 119),
+    "experts": (100, 244, 279),
+}
+FLAVOURS = {
+    "dense": ("qwen3_5_text", "block"),
+    "static": ("qwen3_5_text", "static"),
+    "experts": ("qwen3_5_moe_text", "mixed"),
+}
+PLUGIN_ONLY = "dense", "static"
+"""Models whose linear layers vLLM's CPU build lacks."""
+RUN = [name for name in SEEDS if FULL or name != "static"]
+BEFORE = f"{PLAIN_NUMBA}\nimport delta_net\ndelta_net.install_absent()\n"
+
+
+def jobs(engines, names, switch: str) -> dict[str, dict]:
+    """Return a job for each name, with the launch or without."""
+    result = {}
+    for name in names:
+        flavour, compiled = FLAVOURS.get(name, ("qwen3_next", "mixed")), name == "next" and switch == "1"
+        environment = {"VLLM_ROCM_OPS_ATTENTION": switch, "VLLM_ROCM_OPS_MEASURE": "0"}
+        prompts = long_prompts(SEEDS[name]) if name == "cached" else prompts_of(SEEDS[name])
+        job = engines.job(flavour, compiled=compiled, environment=environment, prompts=prompts)
+        if name == "cached":
+            job["engine"] |= CACHED
+            job["then"] = (
+                ["again", "reload"] if switch == "1" else ["again"]
+            )  # after it vLLM's CPU build says something else
+        elif name == "drafts" and switch == "1":  # vLLM's CPU build says something else with drafts
+            job["engine"]["speculative_config"] = {**NGRAM, "num_speculative_tokens": 3}
+            job["engine"]["enable_prefix_caching"] = False  # its copies of drafts' states are a kernel of Triton's
+        elif name == "next":
+            job["max_tokens"] = [STEPS, STEPS - 2, STEPS]
+        if name == "drafts":
+            job["max_tokens"] = [3 * STEPS, 3 * STEPS, STEPS]
+        result[f"{name} {switch}"] = job
+    return result
+
+
+def long_prompts(seeds: tuple[int, ...]) -> list[list[int]]:
+    """Return a prompt of `LONG` tokens for each seed."""
+    words = checkpoints.LLAMA["vocab_size"]
+    return [torch.randint(3, words, (LONG,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in seeds]
+
+
+@pytest.fixture(scope="module")
+def plugin(engines) -> dict[str, dict]:
+    """Return the answers with the launch, and without it where vLLM alone has none."""
+    without = jobs(engines, [name for name in RUN if name in PLUGIN_ONLY], "0")
+    return engines.run(jobs(engines, RUN, "1") | without, f"{BEFORE}delta_net.install()", "cache-delta-net")
+
+
+@pytest.fixture(scope="module")
+def alone(engines) -> dict[str, dict]:
+    """Return the answers of vLLM alone, by its own kernels."""
+    names = [name for name in RUN if name not in PLUGIN_ONLY]
+    return engines.run(jobs(engines, names, "0"), BEFORE, VLLM_PLUGINS="none")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="replaces what only vLLM's CPU build has")
+@pytest.mark.parametrize("name", RUN)
+def test_tokens_are_vllms(request, plugin, name):
+    """Prefill and mixed steps stay vLLM's, and decode steps go on with their states."""
+    found = plugin[f"{name} 1"]
+    wanted = (plugin if name in PLUGIN_ONLY else request.getfixturevalue("alone"))[f"{name} 0"]
+    assert OP.name not in wanted["stats"] and found["tokens"] == wanted["tokens"]
+    calls = sum(found["stats"][OP.name].values())
+    if name == "drafts":
+        assert found["accepted"] > 0 and "8" in found["rows"][OP.name]
+        return
+    if name == "cached":  # prompts come one after another, beside decodes
+        assert min(found["cached"], wanted["cached"]) >= 384 and wanted["then"] == [wanted["tokens"]]
+        assert found["then"] == [found["tokens"]] * 2 and 0 < calls < LAYERS * (STEPS + 2)
+        return
+    assert calls == LAYERS * (STEPS - 1)

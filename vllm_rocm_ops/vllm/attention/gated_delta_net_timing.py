@@ -19,7 +19,8 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.quantization import LIMIT, OUTPUTS
 from vllm_rocm_ops.ops.gated_delta_net_decode import SIZE, WIDTH
 from vllm_rocm_ops.ops.shared import gated_delta_net as reference
-from vllm_rocm_ops.vllm.attention import decoder, gated_delta_net
+from vllm_rocm_ops.vllm.attention import decoder
+from vllm_rocm_ops.vllm.attention import gated_delta_net_layer as layers
 from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -36,7 +37,7 @@ def shape_of(
 ) -> str:
     """Return the name of a layer's call for all token counts, as it is recorded.
 
-    `heads` are K and V heads, `dtypes` those of activations and the state, `rows` a request's, `kind` the result's quantization.
+    `heads` are K and V heads, `dtypes` name the dtypes of activations and the state, `rows` a request's, `kind` the result's quantization.
     """
     traits = " interleaved" * is_interleaved + " dim first" * is_dim_first + f" {rows} rows" * (rows > 1)
     return f"{':'.join(map(str, heads))}x{SIZE} {dtypes}{traits}{OUTPUTS.get(kind, '')}"
@@ -58,21 +59,21 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
     op = ops.gated_delta_net_decode
 
     def __init__(self, layer: torch.nn.Module, config, baseline: Baseline):
-        self.layer, self.config, self.core = layer, config, gated_delta_net.Core(layer)
+        self.layer, self.config, self.core = layer, config, layers.Core(layer)
         self.dtype = config.model_config.dtype
         drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
         self.rows = 1 + drafts  # of a request
         self.heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
         _, of_state = layer.get_state_dtype()[:2]
         dtypes = kernel_selection.types(self.dtype, of_state)
-        traits = layer.gqa_interleaved_layout, gated_delta_net.is_dim_first(), self.rows, self.core.kind
+        traits = layer.gqa_interleaved_layout, layers.is_dim_first(), self.rows, self.core.kind
         self.name(shape_of(self.heads, dtypes, *traits), baseline._replace(name=self.kernels_of_vllm()))
 
     def kernels_of_vllm(self) -> str:
         """Return a name for the kernels that vLLM runs in decode rows, empty for its plain ones."""
         if getattr(self.layer, "enable_fused_gdn_spec_decode", False):
             return "fused"
-        module = sys.modules[gated_delta_net.plain_of(self.layer).__module__]
+        module = sys.modules[layers.plain_of(self.layer).__module__]
         is_aiter = self.layer._forward_method.__name__ == "forward_hip" and module.GDN_AITER_TRITON_AVAILABLE
         return "AITER" if is_aiter else ""
 
@@ -81,7 +82,7 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
 
     def take(self, plugin_serves: bool) -> None:
         """Have the layer run the op, or leave it to vLLM."""
-        gated_delta_net.adopt(self.layer, plugin_serves or decoder.is_forced())
+        layers.adopt(self.layer, plugin_serves or decoder.is_forced())
 
     def columns(self) -> tuple[int, int]:
         """Return the columns of both projections' results."""
@@ -137,7 +138,7 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
     def has_kernels(self) -> bool:
         qkvz, ba = (torch.empty(self.rows, columns, dtype=self.dtype, device="meta") for columns in self.columns())
         with self.running(*self.states(1 + self.rows, "meta"), None):
-            requests = gated_delta_net.requests_of(self.step(1, "meta"))
+            requests = layers.requests_of(self.step(1, "meta"))
             given = self.core.arguments(qkvz, ba, requests, self.core.outputs(qkvz))
         meta = (value.to("meta") if isinstance(value, Tensor) else value for value in given)
         return WIDTH == self.layer.conv1d.weight.shape[-1] and linear_base.has_kernels(self.op, *meta)
@@ -190,7 +191,7 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         """Return the same by the op, or None where no kernel supports the call."""
         outputs = out, scale, groups = self.core.outputs(qkvz)
         with self.running(conv, state, metadata):
-            given = self.core.arguments(qkvz, ba, gated_delta_net.requests_of(metadata), outputs)
+            given = self.core.arguments(qkvz, ba, layers.requests_of(metadata), outputs)
         if self.op.run_kernels(*given) is None:
             return None
         return out, scale if groups is None else groups, conv, state, metadata
@@ -198,7 +199,7 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
     def results(self, output: tuple, tokens: int) -> list[Tensor]:
         """Return a call's result, dequantized, and for each row the states in its slot and of its request's convolution."""
         values, scale, conv, state, metadata = output
-        slots = gated_delta_net.requests_of(metadata).slots.long()
+        slots = layers.requests_of(metadata).slots.long()
         of_request = slots[:, :1].expand_as(slots).flatten()
         values = values if scale is None else compiled_ops.dequantized(values, scale)
         return [values[:tokens], state[slots.flatten()].flatten(1), conv[of_request].flatten(1)]
@@ -207,7 +208,7 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         conv, state = (x.to(torch.float32, copy=True) for x in (conv, state))
         plain = torch.empty(len(qkvz), self.heads[1] * SIZE, dtype=self.dtype, device=qkvz.device)
         with self.running(conv, state, metadata):
-            requests = gated_delta_net.requests_of(metadata)
+            requests = layers.requests_of(metadata)
             given = self.op.Arguments(*self.core.arguments(qkvz, ba, requests, (plain, None, None)))
         result = reference.advance(given)
         if self.core.kind == "static":

@@ -141,7 +141,7 @@ class RowComparison:
         return 0
 
     def token_counts(self, counts: list[int]) -> list[int]:
-        """Return the token counts to time, given those of most calls."""
+        """Return the token counts to time, given the counts of other calls."""
         return counts
 
     def sample(self, layers: list[tuple], tokens: int) -> Sample:
