@@ -1,12 +1,14 @@
 """Test the launch of Gated DeltaNet in vLLM's engine, for Qwen3-Next and Qwen3.5: tokens, the steps that it serves, and its selection."""
 
+import functools
+
 import checkpoints
 import delta_net
 import pytest
 import torch
-from engines import STEPS, prompts_of
+from engines import LOADED, STEPS, prompts_of
 from fakes import Fake, change, check_and_time, parameter, require_near, spoil
-from marks import FULL
+from marks import FULL, full
 from test_drafts import NGRAM, PLAIN_NUMBA
 from vllm.model_executor.layers.fusion import quant_activation
 
@@ -18,6 +20,7 @@ from vllm_rocm_ops.vllm.attention.gated_delta_net_timing import GatedDeltaNetPar
 from vllm_rocm_ops.vllm.graph import fused_quant
 from vllm_rocm_ops.vllm.selection import kernel_timing
 from vllm_rocm_ops.vllm.selection.key import COMPILED
+from vllm_rocm_ops.vllm.selection.replays import copies
 
 OP = ops.gated_delta_net_decode
 LAYERS = checkpoints.DELTA["layer_types"].count("linear_attention")
@@ -122,6 +125,19 @@ def test_a_kernel_is_measured_beside_vllms_layer(made, shape):
     assert str(part.key) == f"gated_delta_net_decode {shape} compiled" and part.key.has_one_choice
     assert part.token_counts([1, 2]) == [requests * part.rows for requests in (2, 8, 32)]
     require_near(part, 2 * part.rows)
+
+
+@pytest.mark.parametrize("kind", ["", "groups"])
+def test_vllms_layer_compiles(made, kind):
+    """It is one graph, with vLLM's op inside, for any number of tokens."""
+    part = made(kind=kind)
+    baseline = part.compiled(lambda: functools.partial(torch.compile, backend="eager", fullgraph=True, dynamic=True))
+    for tokens in (3, 5):
+        given = part.inputs(tokens, 0)
+        with torch.inference_mode():
+            found, wanted = (run(*copies(given)) for run in (baseline, part.baseline))
+        for pair in zip(part.results(found, tokens), part.results(wanted, tokens), strict=True):
+            torch.testing.assert_close(*pair)
 
 
 @pytest.mark.parametrize("result", ["out", "state", "conv_state"])
@@ -334,3 +350,19 @@ def test_tokens_are_vllms(request, plugin, name):
         assert found["then"] == [found["tokens"]] * 2 and 0 < calls < LAYERS * (STEPS + 2)
         return
     assert calls == LAYERS * (STEPS - 1)
+
+
+@full
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="replaces what only vLLM's CPU build has")
+def test_tokens_of_generated_code(engines):
+    """Code that Inductor generates and a later start loads calls the launch."""
+    given = {"qwen3_next": jobs(engines, ["next"], "1")["next 1"], "static": jobs(engines, ["static"], "1")["static 1"]}
+    given["static"]["engine"] = {**given["static"]["engine"], "enforce_eager": False}
+    first, later = (
+        engines.run(given, f"{BEFORE}delta_net.install()", "kept-delta-net", generates=True) for _ in range(2)
+    )
+    assert LOADED not in first["output"] and LOADED in later["output"]
+    for name in given:
+        assert first[name]["tokens"] == later[name]["tokens"]
+        assert sum(later[name]["stats"][OP.name].values()) == LAYERS * (STEPS - 1)

@@ -221,7 +221,7 @@ def adopt(layer: torch.nn.Module, serves: bool) -> None:
 
 def output_kind(layer: torch.nn.Module) -> tuple[str, object]:
     """Return how a layer's result is quantized, "static" or "groups", and vLLM's key of it; empty if it is not."""
-    if "quantized_input" not in seam.active():
+    if "quantized_input" not in seam.active() or not hasattr(layer.out_proj, "vllm_rocm_ops_quantize"):
         return "", None
     from vllm_rocm_ops.vllm.graph import fused_quant
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,6 +49,15 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     *heads, is_interleaved, state, kind = parameters
     dtypes = kernel_selection.types(dtype, getattr(torch, state))
     return [shape_of((*heads,), dtypes, is_interleaved, is_dim_first, 1, kind) for is_dim_first in (False, True)]
+
+
+@dataclass
+class Left:
+    """Hold the states that a step leaves. It is no tuple: replays compare the states once, as arguments that a call writes."""
+
+    conv: Tensor
+    state: Tensor
+    metadata: object
 
 
 class GatedDeltaNetPart(compiled_ops.LayerPart):
@@ -163,29 +173,29 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
             x.normal_(generator=generator)
         return *made, conv, state.normal_(std=0.3, generator=generator), self.step(requests, device)
 
-    def computed(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
-        """Return the result by vLLM's layer, and its scales."""
-        made = self.core.by_vllm(self.between, qkvz, ba)
-        return self.layer.out_proj.vllm_rocm_ops_quantize(made) if self.core.kind else (made, None)
-
     @functools.cached_property
-    def between(self) -> torch.nn.Module:
-        """Return the layer between its projections, for the compiler."""
-        return self.core.between()
+    def computed(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]:
+        """Return a function that computes the result by vLLM's layer, and its scales, for the compiler."""
+        run, between = self.layer._forward_method.__func__, self.core.between()
+        quantize = self.layer.out_proj.vllm_rocm_ops_quantize if self.core.kind else lambda made: (made, None)
 
-    def baseline(self, qkvz: Tensor, ba: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple:
-        """Return the result by vLLM's kernels, its scales, both states, and the step."""
+        def computed(qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor | None]:
+            return quantize(run(between, layers.Projected(qkvz, ba)))
+
+        return computed
+
+    def by_vllm(self, computed: Callable, qkvz: Tensor, ba: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple:
+        """Return the result, its scales, and what the step leaves."""
         with self.running(conv, state, metadata):
-            return *self.computed(qkvz, ba), conv, state, metadata
+            return *computed(qkvz, ba), Left(conv, state, metadata)
+
+    def baseline(self, *given) -> tuple:
+        """Run a step by vLLM's kernels, not compiled."""
+        return self.by_vllm(self.computed, *given)
 
     def compiled(self, compiles: Callable) -> Callable:
         graph = functools.cache(lambda: compiles()(self.computed))
-
-        def baseline(qkvz: Tensor, ba: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple:
-            with self.running(conv, state, metadata):
-                return *graph()(qkvz, ba), conv, state, metadata
-
-        return baseline
+        return lambda *given: self.by_vllm(graph(), *given)
 
     def plugin(self, qkvz: Tensor, ba: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple | None:
         """Return the same by the op, or None where no kernel supports the call."""
@@ -194,15 +204,15 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
             given = self.core.arguments(qkvz, ba, layers.requests_of(metadata), outputs)
         if self.op.run_kernels(*given) is None:
             return None
-        return out, scale if groups is None else groups, conv, state, metadata
+        return out, scale if groups is None else groups, Left(conv, state, metadata)
 
     def results(self, output: tuple, tokens: int) -> list[Tensor]:
         """Return a call's result, dequantized, and for each row the states in its slot and of its request's convolution."""
-        values, scale, conv, state, metadata = output
-        slots = layers.requests_of(metadata).slots.long()
+        values, scale, left = output
+        slots = layers.requests_of(left.metadata).slots.long()
         of_request = slots[:, :1].expand_as(slots).flatten()
         values = values if scale is None else compiled_ops.dequantized(values, scale)
-        return [values[:tokens], state[slots.flatten()].flatten(1), conv[of_request].flatten(1)]
+        return [values[:tokens], left.state[slots.flatten()].flatten(1), left.conv[of_request].flatten(1)]
 
     def exact(self, qkvz: Tensor, ba: Tensor, conv: Tensor, state: Tensor, metadata) -> list[Tensor]:
         conv, state = (x.to(torch.float32, copy=True) for x in (conv, state))
@@ -214,7 +224,7 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         if self.core.kind == "static":
             limit = self.layer.out_proj.input_scale.float().abs() * LIMIT[self.core.outputs(qkvz)[0].dtype]
             result = result.clamp(-limit, limit)
-        return self.results((result, None, conv, state, metadata), len(qkvz))
+        return self.results((result, None, Left(conv, state, metadata)), len(qkvz))
 
     def sample(self, layers: list[tuple], tokens: int) -> Sample:
         """Return a call for each layer. The errors are the first result's."""
@@ -230,4 +240,4 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
                 errors.append(check(plugin, baseline, wanted[rows], rows, columns))
             return errors[0]
 
-        return Sample(sets, judge, functools.partial(self.results, tokens=tokens), copies)
+        return Sample(sets, judge, lambda output: self.results(output, tokens)[:1], copies)  # arguments have the states
