@@ -269,23 +269,19 @@ def test_a_layer_is_served_where_it_won_or_is_forced(made, monkeypatch):
 
 # In vLLM's engine
 
-SEEDS = {
-    # as in engines.py, found in vLLM without the launch
-    "next": (80, 173, 212),
-    "cached": (41, 56, 72),
-    "drafts": (154, 173, 238),
-    "dense": (26, 82, 119),
-    "static": (38, 72, 119),
-    "experts": (100, 244, 279),
-}
-FLAVOURS = {
+MODELS = {
+    "next": ("qwen3_next", "mixed"),
+    "cached": ("qwen3_next", "mixed"),
+    "drafts": ("qwen3_next", "mixed"),
     "dense": ("qwen3_5_text", "block"),
     "static": ("qwen3_5_text", "static"),
     "experts": ("qwen3_5_moe_text", "mixed"),
 }
+LONG_SEEDS, DRAFTED_SEEDS = (41, 56, 72), (154, 173, 238)
+"""Of prompts that fill a page, and of prompts for more steps, found as those of engines.py."""
 PLUGIN_ONLY = "dense", "static"
 """Models whose linear layers vLLM's CPU build lacks."""
-RUN = [name for name in SEEDS if FULL or name != "static"]
+RUN = [name for name in MODELS if FULL or name != "static"]
 BEFORE = f"{PLAIN_NUMBA}\nimport delta_net\ndelta_net.install_absent()\n"
 
 
@@ -293,11 +289,11 @@ def jobs(engines, names, switch: str) -> dict[str, dict]:
     """Return a job for each name, with the launch or without."""
     result = {}
     for name in names:
-        flavour, compiled = FLAVOURS.get(name, ("qwen3_next", "mixed")), name == "next" and switch == "1"
         environment = {"VLLM_ROCM_OPS_ATTENTION": switch, "VLLM_ROCM_OPS_MEASURE": "0"}
-        prompts = long_prompts(SEEDS[name]) if name == "cached" else prompts_of(SEEDS[name])
-        job = engines.job(flavour, compiled=compiled, environment=environment, prompts=prompts)
+        compiled = name == "next" and switch == "1"
+        job = engines.job(MODELS[name], compiled=compiled, environment=environment)
         if name == "cached":
+            job["prompts"] = long_prompts(LONG_SEEDS)
             job["engine"] |= CACHED
             job["then"] = (
                 ["again", "reload"] if switch == "1" else ["again"]
@@ -308,6 +304,7 @@ def jobs(engines, names, switch: str) -> dict[str, dict]:
         elif name == "next":
             job["max_tokens"] = [STEPS, STEPS - 2, STEPS]
         if name == "drafts":
+            job["prompts"] = prompts_of(DRAFTED_SEEDS)
             job["max_tokens"] = [3 * STEPS, 3 * STEPS, STEPS]
         result[f"{name} {switch}"] = job
     return result

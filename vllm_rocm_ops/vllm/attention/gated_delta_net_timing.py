@@ -109,7 +109,9 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
         generator = torch.Generator().manual_seed(requests)
-        slots = (torch.randperm(requests * self.rows, generator=generator) + 1).int().view(requests, -1).to(device)
+        slots = (
+            (torch.randperm(requests * self.rows, generator=generator) + 1).int().view(requests, self.rows).to(device)
+        )
         starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * self.rows
         tokens, has_drafts = requests * self.rows, self.rows > 1
         counts = {"num_prefills": 0, "num_prefill_tokens": 0, "num_actual_tokens": tokens}
