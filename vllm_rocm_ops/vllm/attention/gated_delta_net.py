@@ -115,5 +115,4 @@ SEAM = seam.Seam(
     probe=probe,
     install=install,
     ops=("gated_delta_net_decode",),
-    after=("quantized_input",),
 )
