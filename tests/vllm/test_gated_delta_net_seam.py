@@ -5,11 +5,13 @@ import functools
 import checkpoints
 import delta_net
 import pytest
+import test_selection
 import torch
 from engines import LOADED, STEPS, prompts_of
 from fakes import Fake, change, check_and_time, parameter, require_near, spoil
 from marks import FULL, full
 from test_drafts import NGRAM, PLAIN_NUMBA
+from test_families import INSTALLED
 from vllm.model_executor.layers.fusion import quant_activation
 
 from vllm_rocm_ops import ops
@@ -363,3 +365,19 @@ def test_tokens_of_generated_code(engines):
     for name in given:
         assert first[name]["tokens"] == later[name]["tokens"]
         assert sum(later[name]["stats"][OP.name].values()) == LAYERS * (STEPS - 1)
+
+
+ELSEWHERE = "next", "drafts", "experts"
+
+
+@full
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="has its own release")
+@pytest.mark.parametrize("release", [release for release in test_selection.RELEASES if release != INSTALLED])
+def test_tokens_in_other_releases(engines, alone, release, tmp_path):
+    """They are the installed release's without the launch."""
+    package, cache = test_selection.runnable(release, tmp_path), f"delta-net-{release}"
+    found = engines.run(jobs(engines, ELSEWHERE, "1"), f"{BEFORE}delta_net.install()", cache, package)
+    for name in ELSEWHERE:
+        assert found[f"{name} 1"]["tokens"] == alone[f"{name} 0"]["tokens"], name
+        assert sum(found[f"{name} 1"]["stats"][OP.name].values()) >= LAYERS * (STEPS - 2)
