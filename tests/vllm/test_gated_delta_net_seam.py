@@ -280,7 +280,7 @@ MODELS = {
     "experts": ("qwen3_5_moe_text", "mixed"),
 }
 LONG_SEEDS, DRAFTED_SEEDS = (41, 56, 72), (154, 173, 238)
-"""Of prompts that fill a page, and of prompts for more steps, found as those of engines.py."""
+"""Seeds of prompts that fill a page, and of prompts for more steps, found as engines.py tells."""
 PLUGIN_ONLY = "dense", "static"
 """Models whose linear layers vLLM's CPU build lacks."""
 RUN = [name for name in MODELS if FULL or name != "static"]
