@@ -37,9 +37,22 @@ SIDES = ("baseline", "plugin")
 MAIN, BESIDE, SECOND = "", "beside the second stream", "second stream"
 REDUCED = "all-reduce"
 KERNEL_MODEL = "kernel model"  # source of its times
-SMALL = "router", "routing", "post-attention norm", fused_calls.HEAD_NORMS
+SMALL = (
+    "router",
+    "routing",
+    "input norm",
+    "post-attention norm",
+    "final norm",
+    "q_norm",
+    "k_norm",
+    fused_calls.HEAD_NORMS,
+)
 """Layers of few bytes, which follow the rule where vLLM runs them, such as GLM's router."""
-LAUNCHES = {"attention": 2, "experts": 4}  # per baseline call under the rule; others have one
+LAUNCHES = {
+    "attention": 2,
+    "experts": 4,
+    model_layers.DELTA_NET: 6,
+}  # per baseline call under the rule; others have one
 ROTATIONS = ops.rope_and_cache, ops.qk_norm_rope_and_cache
 
 KernelTime = Callable[[LayerCall, int], "tuple[float, int, float | None] | None"]
@@ -134,6 +147,8 @@ def read_bytes(call: LayerCall, tokens: int, machine: Machine, context: int) -> 
     }
     if call.op in ROTATIONS:  # they write caches, and read few angles
         sizes = {name: size for name, size in sizes.items() if "cache" not in name}
+    if call.op is ops.gated_delta_net_decode:  # and writes it
+        sizes["state"] *= 2
     if "w1" in sizes:
         share = hit(*call.parameters[:3:2], tokens)
         sizes = {name: size * (share if name.startswith("w") else 1) for name, size in sizes.items()}
@@ -157,8 +172,15 @@ def order(
     """
     launched = model_layers.launches(config, tp, ep, arch)
     has_shared = any(launch.layer.startswith("shared") for launch in launched)
+    fused = fused_calls.calls(config, tp, ep, arch=arch)
+    delta_net, inside = next((call for call in fused if call.op is ops.gated_delta_net_decode), None), 0
     for launch in launched:
-        is_call = isinstance(launch, LayerCall)
+        is_call, inside = isinstance(launch, LayerCall), max(inside - 1, 0)
+        if launch.layer == model_layers.DELTA_NET:  # with what follows: vLLM's launches have no bytes of their own
+            inside = len(delta_net.launches)
+            yield delta_net.layer, dataclasses.replace(delta_net, count=1), MAIN
+        if inside:
+            continue
         if is_call and not launch.count:
             continue
         if not is_call and launch.runs and launch.layer not in SMALL:
@@ -299,7 +321,7 @@ def _baseline(
     if found and layer == "experts":  # published without token sorting and input quantization
         more = baseline.rule(machine, 2, 0, launch)
         return found._replace(us=found.us + more.us, launches=found.launches + more.launches)
-    return found or baseline.rule(machine, LAUNCHES.get(layer, 1), read, launch)
+    return found or baseline.rule(machine, LAUNCHES.get(layer.partition(" + ")[0], 1), read, launch)
 
 
 def total(found: Sequence[Node]) -> Total:

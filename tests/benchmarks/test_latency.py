@@ -524,7 +524,7 @@ def test_a_rank_has_its_share_of_a_model():
         latency.overrides(latency.find_model("tiny-llama"), None, 3)
 
 
-HYBRID = json.loads((ROOT / "tests" / "data" / "models" / "qwen3-next-80b-a3b-fp8.json").read_text())
+HYBRID = json.loads((ROOT / "serving_benchmarks" / "configs" / "qwen3-next-80b-a3b-fp8" / "config.json").read_text())
 SHARES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 1,

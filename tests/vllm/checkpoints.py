@@ -4,8 +4,10 @@ The lm_head's rows have very different lengths, so that greedy decoding has few 
 changes a token, while a wrong op does.
 """
 
+import copy
 import json
 import pathlib
+import re
 
 import torch
 from safetensors.torch import save_file
@@ -36,6 +38,16 @@ GLM_EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_repl
 GEMMA_LAYERS = {"layer_types": ["full_attention"] * 2, "sliding_window": 256, "query_pre_attn_scalar": 64}
 KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 V2_LITE = {"q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
+DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+DELTA |= {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_key_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+}
+DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "partial_rotary_factor": 0.5}
+DELTA_EXPERTS = {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 128}
 FAMILIES = {
     # name -> the changes to the configuration of a Llama or DeepSeek
     "mistral": {"architectures": ["MistralForCausalLM"]},
@@ -56,8 +68,15 @@ FAMILIES = {
     "deepseek_v2": {**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], **V2_LITE},
     "kimi_k2": {**DEEPSEEK, **KIMI},
     "deepseek_v3": {**DEEPSEEK, "num_nextn_predict_layers": 1},
+    "qwen3_next": {"architectures": ["Qwen3NextForCausalLM"], **DELTA, **DELTA_EXPERTS},
+    "qwen3_5_text": {"architectures": ["Qwen3_5ForCausalLM"], **DELTA},
+    "qwen3_5_moe_text": {"architectures": ["Qwen3_5MoeForCausalLM"], **DELTA, **DELTA_EXPERTS},
 }
 """Other models, by vLLM's name of their configuration."""
+GATES = r"in_proj_(ba|b|a)[.]"
+"""Weights of b and a in Gated DeltaNet, which real checkpoints leave in 16 bits."""
+DELTA_NETS = tuple(name for name, config in FAMILIES.items() if "linear_num_key_heads" in config)
+"""Families with layers of Gated DeltaNet."""
 SPARSE_BLOCKS = ("mixtral", "minimax_m2")
 """Families whose checkpoints name experts like Mixtral's."""
 
@@ -90,7 +109,14 @@ QUANTIZATION = {
 runs.
 """
 
-STATIC_INPUT_SCALE = {"qkv": 0.012, "o_proj": 0.006, "gate_up": 0.011, "down_proj": 0.02}
+STATIC_INPUT_SCALE = {
+    "in_proj": 0.012,
+    "out_proj": 0.006,
+    "qkv": 0.012,
+    "o_proj": 0.006,
+    "gate_up": 0.011,
+    "down_proj": 0.02,
+}
 
 
 def linear(generator: torch.Generator, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
@@ -172,9 +198,11 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
                 heads = config["num_attention_heads" if name == "q" else "num_key_value_heads"]
                 bias = 0.1 * torch.randn(heads * head_dim, generator=generator)
                 weights[f"{prefix}.self_attn.{name}_proj.bias"] = bias.bfloat16()
-        if family in ("qwen3", "qwen3_moe", "glm4_moe", "gemma3_text"):
+        if family in ("qwen3", "qwen3_moe", "glm4_moe", "gemma3_text", *DELTA_NETS):
             for name in ("q_norm", "k_norm"):
                 weights[f"{prefix}.self_attn.{name}.weight"] = norm(generator, head_dim)
+        if family in DELTA_NETS:
+            weights = with_delta_net(generator, weights, config, layer)
         if family == "minimax_m2":  # one norm for all heads
             for name, heads in (("q_norm", "num_attention_heads"), ("k_norm", "num_key_value_heads")):
                 weights[f"{prefix}.self_attn.{name}.weight"] = norm(generator, config[heads] * head_dim)
@@ -194,7 +222,7 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
         if family == "glm4_moe":
             weights[f"{block}.gate.e_score_correction_bias"] = 0.3 * torch.randn(experts, generator=generator)
             weights |= mlp(generator, f"{block}.shared_experts", hidden, inner)
-        if family == "qwen2_moe":
+        if family in ("qwen2_moe", *DELTA_NETS):
             weights |= mlp(generator, f"{block}.shared_expert", hidden, config["shared_expert_intermediate_size"])
             weights[f"{block}.shared_expert_gate.weight"] = linear(generator, 1, hidden)
     if family in SPARSE_BLOCKS:
@@ -202,9 +230,34 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
         for name in [name for name in weights if ".experts." in name]:
             stem, part, _ = name.rsplit(".", 2)
             weights[f"{stem}.{named[part]}.weight"] = weights.pop(name)
-    if family == "gemma3_text":  # its norms have 1 + weight
-        weights |= {name: weight - 1 for name, weight in weights.items() if "norm" in name}
+    if family == "gemma3_text" or family in DELTA_NETS:  # norms with 1 + weight
+        plain = ".linear_attn."
+        weights |= {name: weight - 1 for name, weight in weights.items() if "norm" in name and plain not in name}
     return weights
+
+
+def with_delta_net(generator: torch.Generator, weights: dict, config: dict, layer: int) -> dict[str, torch.Tensor]:
+    """Return weights in which a layer has Gated DeltaNet, or attention whose queries have gates."""
+    hidden, prefix = config["hidden_size"], f"model.layers.{layer}"
+    if config["layer_types"][layer] == "full_attention":
+        name = f"{prefix}.self_attn.q_proj.weight"
+        return weights | {name: linear(generator, 2 * len(weights[name]), hidden)}
+    weights = {name: weight for name, weight in weights.items() if not name.startswith(f"{prefix}.self_attn.")}
+    heads, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    key, value = config["linear_num_key_heads"] * config["linear_key_head_dim"], heads * size
+    is_packed = config["model_type"] == "qwen3_next"
+    projections = {"qkvz": 2 * key + 2 * value, "ba": 2 * heads}
+    apart = {"qkv": 2 * key + value, "z": value, "b": heads, "a": heads}
+    stem = f"{prefix}.linear_attn"
+    for name, rows in (projections if is_packed else apart).items():
+        weights[f"{stem}.in_proj_{name}.weight"] = linear(generator, rows, hidden)
+    return weights | {
+        f"{stem}.conv1d.weight": (torch.randn(2 * key + value, 1, 4, generator=generator) * 0.5).bfloat16(),
+        f"{stem}.A_log": torch.rand(heads, generator=generator) - 2,
+        f"{stem}.dt_bias": torch.randn(heads, generator=generator).bfloat16(),
+        f"{stem}.norm.weight": norm(generator, size),
+        f"{stem}.out_proj.weight": linear(generator, hidden, value, 0.7),
+    }
 
 
 def has_experts(config: dict, layer: int) -> bool:
@@ -287,7 +340,7 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
         return weights
     result, generator = {}, torch.Generator().manual_seed(2)
     for name, weight in weights.items():
-        is_linear = "_proj" in name and "eh_proj" not in name and weight.dim() > 1
+        is_linear = "_proj" in name and not re.search(f"eh_proj|{GATES}", name) and weight.dim() > 1
         if not is_linear or (flavour == "mixed" and ".experts." in name):
             result[name] = weight
             continue
@@ -305,7 +358,8 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
         if flavour == "static":
             part = stem.rsplit(".", 1)[-1]
             merged = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
-            result[f"{stem}.input_scale"] = torch.tensor(STATIC_INPUT_SCALE[merged.get(part, part)])
+            part = "in_proj" if part.startswith("in_proj") else merged.get(part, part)
+            result[f"{stem}.input_scale"] = torch.tensor(STATIC_INPUT_SCALE[part])
     return result
 
 
@@ -317,8 +371,11 @@ def build(folder: pathlib.Path, model: str, flavour: str, **overrides) -> pathli
         config, make = {"llama": (LLAMA, llama_weights), "deepseek": (DEEPSEEK, deepseek_weights)}[model]
     config = {**config, **overrides}
     weights = quantize(make(config), flavour)
-    if QUANTIZATION[flavour]:
-        config["quantization_config"] = QUANTIZATION[flavour]
+    if quantization := copy.deepcopy(QUANTIZATION[flavour]):
+        config["quantization_config"] = quantization
+    if quantization and model in DELTA_NETS:
+        left = quantization.setdefault("ignored_layers" if quantization["quant_method"] == "fp8" else "ignore", [])
+        left += [name.removesuffix(".weight") for name in weights if re.search(GATES, name)]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))

@@ -41,6 +41,13 @@ FAMILIES = {
     ("kimi_k2", "mixed"): (72, 75, 169),
     ("deepseek_v3", "mixed"): (16, 34, 54),
 }
+DELTA_NETS = {
+    # The same for models that need delta_net.py in vLLM's CPU build
+    ("qwen3_next", "mixed"): (80, 173, 212),
+    ("qwen3_5_text", "block"): (26, 82, 119),
+    ("qwen3_5_text", "static"): (38, 72, 119),
+    ("qwen3_5_moe_text", "mixed"): (100, 244, 279),
+}
 NOT_COMPILED = ("bounded", "online")
 """Kinds that run eagerly only: compiled, they are like "token"."""
 STORED = {"online": "bf16"}
@@ -67,7 +74,7 @@ On CPU vLLM spawns them, which takes long.
 
 def prompts(flavour: tuple[str, str]) -> list[list[int]]:
     """Return the prompts for a model in a flavor."""
-    return prompts_of((FLAVOURS | FAMILIES)[flavour])
+    return prompts_of((FLAVOURS | FAMILIES | DELTA_NETS)[flavour])
 
 
 def prompts_of(seeds: tuple[int, ...]) -> list[list[int]]:

@@ -43,7 +43,8 @@ WANTED = {
     }),
     "qwen3-next-80b-a3b-fp8": (2, {
         "in_proj_qkvz": ("block_scaled_mm", (6144, 2048), 36), "qkv": ("block_scaled_mm", (4608, 2048), 12),
-        "qwen_gdn_attention_core": ("vLLM", (), 36), "shared down": ("block_scaled_mm", (2048, 256), 48),
+        "Gated DeltaNet": ("vLLM's convolution and recurrence", (8, 16, True, "bfloat16"), 36),
+        "shared down": ("block_scaled_mm", (2048, 256), 48),
         "experts": ("fused_experts", (512, 512, 10, 2048, 256, "block"), 48),
     }),
     "qwen2.5-72b": (4, {"qkv": ("unquantized_gemm", (2560, 8192, True), 80), "SwiGLU": ("silu_and_mul", (7392,), 80)}),

@@ -23,7 +23,7 @@ from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers
 from vllm_rocm_ops.models.arguments import PAGE
-from vllm_rocm_ops.models.layers import NORMS, Launch, LayerCall
+from vllm_rocm_ops.models.layers import DELTA_NET, GATED_NORM, NORMS, Launch, LayerCall
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 
@@ -311,6 +311,32 @@ def _quantized_v_up(tokens: int, inputs: Inputs, heads: int, k: int, n: int, tra
     return *model_arguments.absorbed(tokens, inputs, heads, k, n, transposed), out, scales
 
 
+def _delta_nets(step: Step) -> Found:
+    """Find convolution and recurrence of Gated DeltaNet, with the norm and the quantization of out_proj's input if the op has it."""
+    for place, launch in enumerate(step):
+        if launch.layer == DELTA_NET:
+            after = step[place + 2] if place + 2 < len(step) else None
+            kind = KINDS.get(after.parameters[0], "") if after is not None and after.layer == QUANTIZATION else ""
+            yield (DELTA_NET, GATED_NORM, *[QUANTIZATION] * bool(kind)), (*launch.parameters, kind)
+
+
+def _delta_net(
+    requests: int, inputs: Inputs, key_heads: int, heads: int, is_interleaved: bool, state: str, kind: str
+) -> tuple:
+    """Return arguments of `gated_delta_net_decode`, with a slot and a row per request."""
+    channels, slots = (2 * key_heads + heads) * BLOCK, 1 + requests
+    indices = torch.arange(1, slots, dtype=torch.int32, device=inputs.device).view(-1, 1)
+    scales = (inputs.scales(1), None) if kind == "static" else (None, inputs.scales(requests, heads) if kind else None)
+    return (
+        *(inputs.values(requests, channels + heads * BLOCK), inputs.values(requests, 2 * heads), is_interleaved),
+        *(inputs.values(slots, 3, channels).transpose(1, 2), inputs.values(channels, 4)),
+        inputs.values(slots, heads, BLOCK, BLOCK, dtype=getattr(torch, state)),
+        *(inputs.scales(heads), inputs.values(heads), inputs.values(BLOCK), 1e-6, indices),
+        inputs.values(requests, heads * BLOCK, dtype=inputs.fp8_dtype if kind else None),
+        *(None, None, *scales),
+    )
+
+
 OF_SEQUENCE = (
     Fusion(
         ops.scaled_mm_silu_and_mul_quant,
@@ -329,5 +355,6 @@ AROUND_ATTENTION = (
     Fusion(ops.qk_norm_rope_and_cache, _normed_rotation, partial(_heads, True), "three launches"),
     Fusion(ops.batched_gemm, _quantized_v_up, partial(_quantized, True), traits=OUTPUTS),
     Fusion(ops.paged_attention_decode, _quantized_attention, partial(_quantized, False), traits=OUTPUTS),
+    Fusion(ops.gated_delta_net_decode, _delta_net, _delta_nets, "vLLM's kernels"),
 )
 FUSIONS = OF_SEQUENCE + AROUND_ATTENTION

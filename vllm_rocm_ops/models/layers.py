@@ -30,6 +30,8 @@ ARCH = asking.AMD[-1]
 AROUND_ATTENTION = "attention", "W_UK", "W_UV"
 """Calls that `sequence` omits, as vLLM chooses between the op and its own kernel at startup."""
 PREFILL = "kv_b (prefill)"
+DELTA_NET, GATED_NORM = "Gated DeltaNet", "gated norm"
+"""Names of what vLLM runs between a layer's projections in Qwen3-Next and Qwen3.5."""
 ATTENTION = ops.paged_attention_decode, ops.mla_decode
 """Decode attention ops, which vLLM calls if they were measured to be faster at every sequence length."""
 LINEARS = tuple(op for op in registered() if op.linear)

@@ -4,6 +4,7 @@ from vllm_rocm_ops.ops.batched_gemm import *
 from vllm_rocm_ops.ops.batched_gemm_rope import *
 from vllm_rocm_ops.ops.block_scaled_mm import *
 from vllm_rocm_ops.ops.fused_experts import *
+from vllm_rocm_ops.ops.gated_delta_net_decode import *
 from vllm_rocm_ops.ops.gemm import *
 from vllm_rocm_ops.ops.mla_decode import *
 from vllm_rocm_ops.ops.mla_norm_rope_and_cache import *
@@ -19,7 +20,6 @@ from vllm_rocm_ops.ops.silu_and_mul import *
 from vllm_rocm_ops.ops.silu_and_mul_with_clamp import *
 from vllm_rocm_ops.ops.standalone.dequantize_int4 import *
 from vllm_rocm_ops.ops.standalone.flash_attention import *
-from vllm_rocm_ops.ops.standalone.gated_delta_net_decode import *
 from vllm_rocm_ops.ops.standalone.layer_norm import *
 from vllm_rocm_ops.ops.standalone.rope_and_cache_mla import *
 from vllm_rocm_ops.ops.standalone.router_loss import *

@@ -17,6 +17,7 @@ import torch
 import vllm_rocm_ops
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.attention import gated_delta_net_layer as delta_net
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -34,6 +35,7 @@ SEAMS = {
     "linear layers": tuple(name for name in seam.in_folder("linear") if covered_by(name)),
     "layers of experts": seam.in_folder("moe"),
     "layers of attention": ("decode_attention", "mla_attention"),
+    "layers of Gated DeltaNet": ("gated_delta_net",),
 }
 """Layer kinds, and the seams that cover each."""
 LINEARS = set().union(*map(covered_by, SEAMS["linear layers"]))
@@ -60,6 +62,8 @@ def kernels_of(module: torch.nn.Module) -> Iterator[object]:
 def kind_of(module: torch.nn.Module) -> str | None:
     """Return the kind of a layer that a seam may cover. Linear layers count by their weight, as `Linear.covers`."""
     name = type(module).__name__
+    if name == delta_net.CLASS:
+        return "layers of Gated DeltaNet"
     if "RMSNorm" in name:
         return "norms"
     if "SiluAndMul" in name:
@@ -73,11 +77,14 @@ def kind_of(module: torch.nn.Module) -> str | None:
 
 
 def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
-    """Yield for each layer of a model: its kind, whether a seam covers it, and its class."""
+    """Yield for each layer of a model: its kind, whether a seam covers it, and its class. A launch has its layer's norm inside."""
+    inside = {module.norm for module in model.modules() if isinstance(module, delta_net.OneLaunch)}
     for module in model.modules():
         kind = kind_of(module)
         if kind in ("norms", "activations"):
-            yield kind, hasattr(module, "rocm_ops_forward"), type(module).__name__
+            yield kind, hasattr(module, "rocm_ops_forward") or module in inside, type(module).__name__
+        elif kind == "layers of Gated DeltaNet":
+            yield kind, isinstance(module, delta_net.OneLaunch), type(module).__name__
         elif kind is not None:
             method = type(getattr(module, "quant_method", module)).__name__
             yield kind, next(kernels_of(module), None) is not None, method

@@ -40,6 +40,7 @@ FILES = {
     "decode_attention": "attention.decoder",
     "fp8_experts": "moe.fp8_experts",
     "fusion": "graph.pass_manager",
+    "gated_delta_net": "attention.gated_delta_net",
     "measured_selection": "worker_startup",
     "mla_attention": "attention.mla",
     "mla_norms": "attention.mla_norms",

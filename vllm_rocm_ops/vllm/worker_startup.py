@@ -241,7 +241,7 @@ def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Calla
     distinct = {comparison.key: comparison for comparison in comparisons}
     max_tokens = config.scheduler_config.max_num_batched_tokens
     counts = sorted({*(tokens for tokens in compiled_ops.TOKENS if tokens < max_tokens), max_tokens})
-    wanted = {compiled_ops.choice_of(comparison): counts for comparison in distinct.values()}
+    wanted = {compiled_ops.choice_of(one): one.token_counts(counts) for one in distinct.values()}
     if clock is not None and envs.VLLM_ROCM_OPS_MEASURE != "0":
         made = functools.cache(lambda: compilation.compiler(config))
         graphs = {choice: counts for choice in wanted if choice.key.baseline.scope == COMPILED.scope}

@@ -2,9 +2,11 @@
 
 from vllm_rocm_ops import ops
 
-from ..bug import Bug, Call, Cases
+from ..bug import Bug, Call, Cases, Tests
 
-FILE, OP = "ops/standalone/gated_delta_net_decode.hip", ops.gated_delta_net_decode
+SEAM, LAYER = Tests("test_gated_delta_net_seam.py"), "vllm/attention/gated_delta_net_layer.py"
+TIMING = "vllm/attention/gated_delta_net_timing.py"
+FILE, OP = "ops/gated_delta_net_decode.hip", ops.gated_delta_net_decode
 
 # fmt: off
 BUGS = (
@@ -46,4 +48,15 @@ BUGS = (
         "beta * (mixed[2][of_v] - of_k * sums.x)", Cases(OP, "fp32-plain", said="error")),
     Bug("slots in 32 bits", FILE, "i64(slot) * p.state_stride", "i64(u32(slot) * u32(p.state_stride))",
         Call("test_far_apart.test_every_dimension_that_may_be_long", OP, on="gfx950")),
+    Bug("a mixed step taken for one of drafts", LAYER, "if metadata.num_decodes: return None", "", SEAM),
+    Bug("prefills taken for decode rows", LAYER, "if metadata.num_prefills: return None", "", SEAM),
+    Bug("absent requests of a padded step", LAYER, "slots[: metadata.num_actual_tokens, None]", "slots[:, None]", SEAM),
+    Bug("states of the convolution by another order", LAYER, "conv if is_dim_first() else conv.transpose(1, 2)",
+        "conv.transpose(1, 2) if is_dim_first() else conv", SEAM),
+    Bug("a prefill that is not quantized", LAYER, "if core.kind: mla_v_up.quantize(made, out, scale, groups)",
+        "if False: pass", SEAM),
+    Bug("a timed result whose state is not checked", TIMING, "[values[:tokens], state[slots.flatten()].flatten(1), ",
+        "[values[:tokens], ", SEAM),
+    Bug("steps with drafts timed as without", TIMING, "self.rows = 1 + drafts", "self.rows = 1", SEAM),
+    Bug("a gate that is no SiLU", "vllm/attention/gated_delta_net.py", "or norm.activation not in SILU", "", SEAM),
 )

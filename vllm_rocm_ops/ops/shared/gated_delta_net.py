@@ -1,4 +1,4 @@
-"""Compute Gated DeltaNet's decode step in plain PyTorch: the reference of ops/standalone/gated_delta_net_decode.py."""
+"""Compute Gated DeltaNet's decode step in plain PyTorch: the reference of ops/gated_delta_net_decode.py."""
 
 from __future__ import annotations
 

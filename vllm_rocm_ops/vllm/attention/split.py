@@ -48,12 +48,17 @@ def probe_layer_ops() -> None:
     seam.require_parameters(CompilationConfig.set_splitting_ops_for_v1)
 
 
-def define(function: Callable, *mutates: str) -> None:
-    """Register an op of a layer with its outputs as mutated arguments. As in vLLM's own op, the cache is not an argument."""
+def define(
+    function: Callable, *mutates: str, around: Callable[[Callable], Callable] = lambda function: function
+) -> None:
+    """Register an op of a layer with its outputs as mutated arguments. As in vLLM's own op, the cache is not an argument.
+
+    The op calls the function with what is `around` it.
+    """
     from vllm.utils.torch_utils import LayerNameType
 
     function.__annotations__["layer_name"] = LayerNameType
-    op.define(function, lambda *_: None, mutates=mutates)
+    op.define(around(function), lambda *_: None, like=function, mutates=mutates)
 
 
 def before(change: Change) -> None:

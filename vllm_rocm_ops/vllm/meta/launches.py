@@ -10,7 +10,7 @@ import torch
 
 from vllm_rocm_ops.core.quantization import STATIC, UNQUANTIZED
 from vllm_rocm_ops.models import fused_calls
-from vllm_rocm_ops.models.layers import ACTIVATIONS, NORMS, RESIDUAL
+from vllm_rocm_ops.models.layers import ACTIVATIONS, GATED_NORM, NORMS, RESIDUAL
 from vllm_rocm_ops.vllm.meta.step import (
     ACTIVATION,
     EXPERTS_KIND,
@@ -113,7 +113,7 @@ def before(record: Record) -> Iterator[str]:
     """Yield the quantization of a linear layer's input that is a launch of its own, on both sides."""
     if record.kind != LINEAR or record.quantization in (None, UNQUANTIZED):
         return
-    if record.source is not None and record.source.layer in (fused_calls.ATTENTION, fused_calls.V_UP):
+    if record.source is not None and record.source.layer in (fused_calls.ATTENTION, fused_calls.V_UP, GATED_NORM):
         yield fused_calls.QUANTIZATION
     if record.layer == "shared gate_up":
         yield fused_calls.SHARED_QUANTIZATION

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.quantization import STATIC, TENSOR, UNQUANTIZED
 from vllm_rocm_ops.models.config import EXPERTS
-from vllm_rocm_ops.models.layers import PREFILL
+from vllm_rocm_ops.models.layers import DELTA_NET, GATED_NORM, PREFILL
 from vllm_rocm_ops.vllm import coverage, seam
 from vllm_rocm_ops.vllm.moe import (
     expert_support,
@@ -223,6 +223,20 @@ def latent_attention(step: Step, layer: torch.nn.Module, run: Callable, q: Tenso
     return made
 
 
+def delta_net(step: Step, layer: torch.nn.Module, run: Callable, hidden_states: Tensor) -> Tensor:
+    """Record Gated DeltaNet: projections, vLLM's convolution and recurrence, and the gated norm."""
+    (qkvz, _), (ba, _) = layer.in_proj_qkvz(hidden_states), layer.in_proj_ba(hidden_states)
+    heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
+    made = qkvz.new_empty((qkvz.shape[0], heads[1] * layer.head_v_dim))
+    *_, state = layer.get_state_dtype()[:2]
+    given = *heads, layer.gqa_interleaved_layout, spelled(state)
+    runs = "vLLM's convolution and recurrence"
+    step.read(ba, step.add(layer, OTHER, qkvz, None, layer=DELTA_NET, parameters=given, runs=runs))
+    step.add(layer, OTHER, qkvz, made, layer=GATED_NORM, runs=type(layer.norm).__name__)
+    step.seen |= {layer.norm, layer.conv1d}
+    return layer.out_proj(made)[0]
+
+
 def unserved(layer: torch.nn.Module) -> str:
     """Return the class of a layer's attention and why no seam serves it, empty if one does."""
     impl = getattr(layer, "impl", None)
@@ -360,6 +374,8 @@ def install(step: Step, model: torch.nn.Module) -> None:
             module.routed_experts._ensure_moe_quant_config_init = lambda: None
         elif hasattr(module, "kv_lora_rank") and hasattr(module, "impl"):
             instead(module, latent_attention)
+        elif hasattr(module, "gqa_interleaved_layout") and hasattr(module, "in_proj_qkvz"):
+            instead(module, delta_net)
         elif hasattr(module, "impl") and hasattr(module, "num_kv_heads"):
             instead(module, attention)
         elif "Norm" in name and not list(module.children()):

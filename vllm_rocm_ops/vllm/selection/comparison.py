@@ -140,6 +140,10 @@ class RowComparison:
     def max_tokens(self) -> int:
         return 0
 
+    def token_counts(self, counts: list[int]) -> list[int]:
+        """Return the token counts to time, given the counts of other calls."""
+        return counts
+
     def sample(self, layers: list[tuple], tokens: int) -> Sample:
         """Return a call for each layer. The errors are the first result's."""
         sets = [self.inputs(tokens, seed) for seed in range(len(layers))]

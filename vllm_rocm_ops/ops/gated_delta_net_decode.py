@@ -1,4 +1,4 @@
-"""Run a decode step of Gated DeltaNet in one launch; kernels: csrc/ops/standalone/gated_delta_net_decode.hip.
+"""Run a decode step of Gated DeltaNet in one launch; kernels: csrc/ops/gated_delta_net_decode.hip.
 
 The formulas are of "Gated Delta Networks" (arXiv 2412.06464), with the normalization, gates and output of Qwen3-Next. Padding, drafts
 and the two states follow vLLM 0.33's causal_conv1d_update (model_executor/layers/mamba/ops/causal_conv1d.py), which rolls the
