@@ -151,6 +151,14 @@ def silu_and_mul_with_clamp(before, after, outputs: tuple) -> Found:
     yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
 
 
+def sigmoid_and_mul(before, after, outputs: tuple) -> Found:
+    a = before
+    x, gate = exact(a.input), exact(a.gate).reshape(a.input.shape)
+    y = x * torch.sigmoid(gate)
+    off = FP32 * y.abs() + rounded(y, a.input.dtype) + SIGMOID * x.abs()
+    yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
+
+
 def stream_memory(before, after, outputs: tuple) -> Found:
     a, found = before, outputs[0].double()
     wanted = {"copy": a.words, "write": torch.full_like(a.words, int("01" * 4, 16))}.get(a.direction)
@@ -867,6 +875,10 @@ FORMULAS: dict[str, Callable[..., Found]] = {
             for kind in ("", "_quant", "_per_token_quant", "_per_block_quant", "_mxfp8_quant")
         ),
         silu_and_mul_with_clamp,
+    ),
+    **dict.fromkeys(
+        (f"sigmoid_and_mul{kind}" for kind in ("_quant", "_per_token_quant", "_per_block_quant", "_mxfp8_quant")),
+        sigmoid_and_mul,
     ),
     "softmax": softmax,
     "stream_memory": stream_memory,

@@ -46,7 +46,9 @@ class Method:
         return (values.bfloat16() * groups.bfloat16()) @ layer.weight.data.t()
 
 
-def attention_of(monkeypatch, member: str = "TRITON_ATTN", sections: bool = False, key: str = "kFp8Dynamic128Sym") -> torch.nn.Module:
+def attention_of(
+    monkeypatch, member: str = "TRITON_ATTN", sections: bool = False, key: str = "kFp8Dynamic128Sym"
+) -> torch.nn.Module:
     """Return vLLM's layer, with a backend that the plugin covers."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models import qwen3_next
@@ -94,9 +96,11 @@ def traced(block: Block, positions: torch.Tensor) -> torch.fx.GraphModule:
     tokens = positions.shape[-1]
     hidden = torch.zeros(tokens, HIDDEN).bfloat16()
     with torch.no_grad():
-        compiled = torch.compile(block, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1], fullgraph=True)
+        compiled = torch.compile(
+            block, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1], fullgraph=True
+        )
         try:
             compiled(positions, hidden, hidden.clone())
         except Exception as e:
-            print('EXC', str(e)[:1500])
+            print("EXC", str(e)[:1500])
     return graphs[0]
