@@ -93,14 +93,11 @@ def traced(block: Block, positions: torch.Tensor) -> torch.fx.GraphModule:
     """Return the graph that vLLM's backend gets."""
     graphs = []
     torch._dynamo.reset()
-    tokens = positions.shape[-1]
-    hidden = torch.zeros(tokens, HIDDEN).bfloat16()
-    with torch.no_grad():
-        compiled = torch.compile(
-            block, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1], fullgraph=True
-        )
-        try:
-            compiled(positions, hidden, hidden.clone())
-        except Exception as e:
-            print("EXC", str(e)[:1500])
+    hidden = torch.zeros(positions.shape[-1], HIDDEN).bfloat16()
+    residual = hidden.clone()
+    for x, dimension in ((positions, positions.dim() - 1), (hidden, 0), (residual, 0)):
+        torch._dynamo.maybe_mark_dynamic(x, dimension)
+    keep = lambda graph, _: (graphs.append(graph), lambda *_: ())[1]
+    with contextlib.suppress(IndexError), torch.no_grad():  # the result is empty
+        torch.compile(block, backend=keep, fullgraph=True)(positions, hidden, residual)
     return graphs[0]

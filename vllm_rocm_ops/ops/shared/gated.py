@@ -76,7 +76,10 @@ def gate_of(a) -> Gate | None:
 def _gate_contract(a) -> Iterator[tuple[str, str, str, bool]]:
     shape = a.input.shape
     fits = a.gate.shape == shape or (
-        len(shape) == 2 and a.gate.dim() == 3 and a.gate.shape[0] == shape[0] and a.gate.shape[1] * a.gate.shape[2] == shape[1]
+        len(shape) == 2
+        and a.gate.dim() == 3
+        and a.gate.shape[0] == shape[0]
+        and a.gate.shape[1] * a.gate.shape[2] == shape[1]
     )
     wanted = f"{a.input.dtype} {list(shape)}, or [{shape[0] if shape else 1}, heads, size] of as many elements"
     yield "gate", wanted, describe(a.gate), fits and a.gate.dtype == a.input.dtype

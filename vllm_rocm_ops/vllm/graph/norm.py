@@ -49,6 +49,8 @@ def made_of(norm: type, one_plus: bool) -> type:
     class RocmOpsNorm(norm):
         """Run vLLM's eager norm by the plugin's ops, for the inputs that they support."""
 
+        one_plus_weight = one_plus
+
         def dispatch_forward(self, compile_native: bool):
             """Return the plugin's forward. Keep vLLM's."""
             self.vllm_forward = super().dispatch_forward(compile_native)

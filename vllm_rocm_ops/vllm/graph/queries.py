@@ -53,6 +53,24 @@ def is_materialized(node: fx.Node) -> bool:
     return node.op != "call_function" or node.target in GEMMS or not is_pytorchs
 
 
+def gated(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return x and the gate of a product x * sigmoid(gate) of equal shapes, None for other products.
+
+    A gate that is reshaped from heads [tokens, heads, size] is returned before that.
+    """
+    for x, by in (node.args, node.args[::-1]):
+        is_sigmoid = isinstance(x, fx.Node) and isinstance(by, fx.Node) and is_func(by, aten.sigmoid.default)
+        if not is_sigmoid or len(by.users) != 1 or x.meta["val"].shape != by.meta["val"].shape:
+            continue
+        gate = by.args[0]
+        inner = gate.args[0] if gate.target in (aten.reshape.default, aten.view.default) else gate
+        value, columns = inner.meta["val"], x.meta["val"].shape[-1]
+        if value.dim() == 3 and value.stride(2) == 1 and value.shape[1] * value.shape[2] == columns:
+            gate = inner
+        return x, gate
+    return None
+
+
 def addends(given: dict[str, object]) -> dict[str, object]:
     """Return a norm's input, addend and its factor if its input is a sum that no other node reads.
 
