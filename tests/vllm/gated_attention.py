@@ -4,11 +4,12 @@ import contextlib
 import functools
 
 import torch
+from fakes import Fake, set_config
 from transformers import Qwen3NextConfig
 from vllm.distributed import parallel_state
 
-from vllm_rocm_ops.vllm.attention import backends, decoder
-from vllm_rocm_ops.vllm.graph import markers
+from vllm_rocm_ops.vllm.attention import backends, decoder, rope_and_cache
+from vllm_rocm_ops.vllm.graph import compilation, markers
 
 HEADS, KV_HEADS, SIZE, ROTARY, HIDDEN = 4, 2, 64, 16, 256
 SECTIONS = [4, 2, 2]
@@ -50,6 +51,7 @@ def attention_of(
     monkeypatch, member: str = "TRITON_ATTN", sections: bool = False, key: str = "kFp8Dynamic128Sym"
 ) -> torch.nn.Module:
     """Return vLLM's layer, with a backend that the plugin covers."""
+    from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models import qwen3_next
 
@@ -60,6 +62,7 @@ def attention_of(
     config = Qwen3NextConfig(**sizes, max_position_embeddings=128, num_hidden_layers=1, rope_parameters=rope)
     backend = backends.made(decoder.BACKENDS[member])
     monkeypatch.setattr(qwen3_next, "Attention", functools.partial(Attention, attn_backend=backend))
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -74,6 +77,17 @@ def attention_of(
     return layer
 
 
+def front(monkeypatch, block: torch.nn.Module, sections: bool = False, compiles: bool = True):
+    """Return what the seam finds in the layer of a model that vLLM compiles and splits."""
+    settings = Fake(pass_config=Fake(fuse_norm_quant=False), use_inductor_graph_partition=False)
+    settings.splitting_ops = [rope_and_cache.UPDATE]
+    model = Fake(dtype=torch.bfloat16, uses_mrope=sections)
+    set_config(monkeypatch, compilation_config=settings, model_config=model)
+    monkeypatch.setattr(compilation, "is_compiled", lambda config, model: compiles)
+    found = [*rope_and_cache.pre_attentions(block, compiles)]
+    return found[0] if found else None
+
+
 class Block(torch.nn.Module):
     """The norms around the layer."""
 
@@ -82,9 +96,10 @@ class Block(torch.nn.Module):
 
         super().__init__()
         self.attention, self.before, self.after = layer, *(GemmaRMSNorm(HIDDEN).bfloat16() for _ in range(2))
+        self.requires_grad_(False)
 
     def forward(self, positions, hidden, residual):
-        hidden, residual = self.before(hidden, residual)
+        hidden, residual = self.before(hidden * 2, residual * 2)
         hidden = self.attention(positions, hidden)
         return self.after(hidden, residual)
 
@@ -101,3 +116,30 @@ def traced(block: Block, positions: torch.Tensor) -> torch.fx.GraphModule:
     with contextlib.suppress(IndexError), torch.no_grad():  # the result is empty
         torch.compile(block, backend=keep, fullgraph=True)(positions, hidden, residual)
     return graphs[0]
+
+
+def pieces(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+    """Return the pieces that vLLM compiles."""
+    from vllm.compilation.backends import split_graph
+
+    at = [rope_and_cache.UPDATE, rope_and_cache.TORCH_OP, "vllm::unified_attention_with_output"]
+    _, items = split_graph(module, at)
+    return [item.submod if hasattr(item, "submod") else item.graph for item in items if not item.is_splitting_graph]
+
+
+def inputs_of(piece: torch.fx.GraphModule, tokens: int = 5) -> list:
+    """Return random inputs of a piece, with the strides of its trace."""
+    generator, made = torch.Generator().manual_seed(0), []
+    for node in piece.graph.find_nodes(op="placeholder"):
+        value = node.meta["example_value"]
+        if not isinstance(value, torch.Tensor):
+            made.append(tokens if isinstance(value, torch.SymInt) else value)
+            continue
+        size, stride = ([int(x) for x in of] for of in (value.shape, value.stride()))
+        if value.dtype == torch.long:
+            made.append(torch.randint(0, 100, size, generator=generator))
+            continue
+        reach = 1 + sum((n - 1) * step for n, step in zip(size, stride))
+        rows = torch.randn(reach, generator=generator).to(value.dtype)
+        made.append(rows.as_strided(size, stride))
+    return made

@@ -35,8 +35,8 @@ def memory_of(node: fx.Node) -> fx.Node:
 def is_last(node: fx.Node, reader: fx.Node) -> bool:
     """True if a node's memory is a result within the graph that nothing reads after `reader`."""
     owner = memory_of(node)
-    maker = owner.args[0] if owner.target is operator.getitem else owner
-    if not split.op_of(maker) and maker.target not in MAKERS:
+    is_part = owner.target is operator.getitem and bool(split.op_of(owner.args[0]))  # else a view of a tensor
+    if not is_part and not split.op_of(owner) and owner.target not in MAKERS:
         return False
     aliases = [owner]
     for alias in aliases:

@@ -110,7 +110,7 @@ def also_quantize(norm: Norm, readers: list[fx.Node], quantizes: list[fx.Node], 
     if not is_known:
         return False
     result = norm.result.meta["val"]
-    serves = rewrite.choices.decisions.get(pattern(result.shape[-1], result.dtype, norm.one_plus), True)
+    serves = rewrite.choices.decisions.get(pattern(result.shape[-1], result.dtype, norm.one_plus))
     given = {"quant_dtype": given["quant_dtype"]} | norm.arguments()
     values = fx.map_arg(given, lambda node: node.meta["val"])
     makes = OP.allocate(OP.Arguments(**{name: values[name] for name in OP.Arguments._fields if name in values}))
