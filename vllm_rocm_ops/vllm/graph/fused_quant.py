@@ -20,7 +20,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import compat
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
-from vllm_rocm_ops.vllm.selection.key import Pattern
+from vllm_rocm_ops.vllm.selection.key import ONE_PLUS, Pattern
 
 input_quant_key = compat.input_quant_key_getter()  # here, as eager activations ask in every call
 
@@ -51,10 +51,6 @@ GATES = {
     MX: ("sigmoid_and_mul_mxfp8_quant",),
 }
 """The ops, by the quantization of their result. A gate alone stays the compiler's."""
-
-
-ONE_PLUS = " one-plus"
-"""The trait of norms that multiply by 1 + weight."""
 
 
 def has_kernels(name: str) -> bool:

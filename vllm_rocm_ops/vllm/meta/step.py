@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.quantization import STATIC, TENSOR, UNQUANTIZED
 from vllm_rocm_ops.models.config import EXPERTS
-from vllm_rocm_ops.models.layers import PREFILL
+from vllm_rocm_ops.models.layers import GATES, PREFILL
 from vllm_rocm_ops.vllm import coverage, seam
+from vllm_rocm_ops.vllm.attention import rope_and_cache, rope_pre_attention
 from vllm_rocm_ops.vllm.moe import expert_support, routing_experts
 
 TOKENS = 4
@@ -42,6 +43,7 @@ class Record:
     source: Record | None = None
     layer: str = ""
     block: str = ""
+    traits: tuple = ()
 
     @property
     def is_shared(self) -> bool:
@@ -55,6 +57,7 @@ class Step(TorchFunctionMode):
     def __init__(self, names: dict[torch.nn.Module, str], positions: int):
         super().__init__()
         self.names, self.positions, self.records, self.silent = names, positions, [], 0
+        self.modules = {name: module for module, name in names.items()}
         self.seen: set[torch.nn.Module] = set()
         self.makers: dict[int, Record] = {}
         self.kept: list[Tensor] = []  # else another tensor may get their storage's address
@@ -128,9 +131,14 @@ def linear(step: Step, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -
     n = next(filter(None, (getattr(layer, name, None) for name in sizes)))
     k = x.shape[-1]
     made = x.new_empty((*x.shape[:-1], n))
+    parent = parent_of(step, layer)
+    is_gated = rope_pre_attention.is_gate_beside(parent) and parent.o_proj is layer
     is_plain = method.startswith("Unquantized") and weight.dtype == x.dtype and x.dtype in HALVES
     if kernel := next(coverage.kernels_of(layer), None):
         op, quantization, traits = kernel.comparison.op, kernel.quantization, kernel.traits
+        if is_gated and quantization in GATES:
+            given = {"op": GATES[quantization][0].name, "parameters": (k, parent.attn.head_size)}
+            step.add(layer, OTHER, x, x, layer="output gate", **given)
     elif is_plain and "unquantized_linear" in seam.active():
         op, quantization, traits = ops.unquantized_gemm, UNQUANTIZED, ()
     else:
@@ -154,14 +162,30 @@ def norm(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, residual:
     weight = getattr(layer, "weight", None)
     is_gemma, is_heads = "Gemma" in type(layer).__name__, x.dim() > 2 and x.shape[0] == TOKENS
     is_taken = hasattr(layer, "rocm_ops_forward") and x.dtype in HALVES
-    is_taken = is_taken and not (is_gemma and (is_heads or residual is not None))  # these stay the compiler's
     is_taken = is_taken and isinstance(weight, Tensor) and weight.dtype == x.dtype and not rest and not more
-    parameters = (x.shape[-1], residual is not None, float(epsilon)) if is_taken else ()
+    parameters = (x.shape[-1], residual is not None, float(epsilon), *[True] * is_gemma) if is_taken else ()
     record = step.add(layer, NORM, x, made, parameters=parameters, runs="" if is_taken else type(layer).__name__)
     if residual is not None:
         step.kept.append(result[1])
     record.quantization = "heads" if is_heads and is_taken else None
+    if record.quantization:
+        record.traits = head_traits(parent_of(step, layer), is_gemma)
     return result
+
+
+def parent_of(step: Step, layer: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module that has a layer."""
+    return step.modules.get(step.names.get(layer, "").rpartition(".")[0])
+
+
+def head_traits(layer: torch.nn.Module | None, one_plus: bool) -> tuple:
+    """Return what is special of a layer's head norms and rotation, as `Traits` has it; nothing if nothing is."""
+    from vllm.config import get_current_vllm_config
+
+    rotary = getattr(layer, "rotary_emb", None)
+    sections = (0, 0) if rotary is None else rope_and_cache.sections_of(rotary, get_current_vllm_config())
+    traits = rope_pre_attention.Traits(one_plus, rope_pre_attention.is_gate_beside(layer), *sections)
+    return tuple(traits) if traits != rope_pre_attention.Traits() else ()
 
 
 def plain(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, *rest, **more):
