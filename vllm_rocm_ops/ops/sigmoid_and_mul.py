@@ -2,7 +2,7 @@
 
 Replaces two launches between attention and its output projection in Qwen3-Next and Qwen3.5: the product, which vLLM's compiler makes, and
 the projection's input quantization. The gate may stay in the projection that made it. As in vLLM's compiled graph, a static scale divides
-the product rounded once; dynamic scales are those of the unrounded product, as in `silu_and_mul`'s quantizations.
+the product rounded once, and a dynamic scale comes from the unrounded product, as in `silu_and_mul`'s quantizations.
 """
 
 from __future__ import annotations

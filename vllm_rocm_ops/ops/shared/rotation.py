@@ -127,8 +127,8 @@ def heads_parts(a) -> Parts:
 
 def angles_contract(a, tokens: int, dtype: torch.dtype, size: int) -> Iterator[tuple[str, str, str, bool]]:
     """Yield the contract of positions, and of cosines and sines."""
-    shape = (3, tokens) if (pairs := sections(a)) else (tokens,)
-    wanted = f"int64 [{'3, ' * bool(pairs)}T={tokens}]"
+    shape = (3, tokens) if (has_three := sections(a) > 0) else (tokens,)
+    wanted = f"int64 [{'3, ' * has_three}T={tokens}]"
     yield "positions", wanted, describe(a.positions), a.positions.dtype == torch.int64 and a.positions.shape == shape
     c = a.cos_sin_cache
     holds = c.dim() == 2 and c.dtype in (dtype, torch.float32) and 0 < c.shape[1] <= size and c.shape[1] % 2 == 0
@@ -180,7 +180,7 @@ def can_implement(parts: Callable[..., Parts], a, arch: Arch) -> Iterator[tuple[
 def can_implement_angles(a) -> Iterator[tuple[str, bool]]:
     """Yield the rules of positions, and of cosines and sines."""
     yield f"the rotary size is a multiple of {2 * PAIRS}", a.cos_sin_cache.shape[1] % (2 * PAIRS) == 0
-    rows = a.positions[:1].flatten() if sections(a) else a.positions
+    rows = a.positions[:1].flatten() if sections(a) > 0 else a.positions
     for name, x in (("positions", rows), ("cos_sin_cache", a.cos_sin_cache)):
         yield f"{name} is contiguous", x.is_contiguous()
     yield "cos_sin_cache is 16-byte aligned", a.cos_sin_cache.data_ptr() % 16 == 0

@@ -47,7 +47,7 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
 
 
 class Traits(NamedTuple):
-    """What Qwen3-Next's and Qwen3.5's layers have.
+    """Tell what a layer has besides, as those of Qwen3-Next and Qwen3.5.
 
     Attributes:
         one_plus: Whether head norms multiply by 1 + weight.

@@ -214,6 +214,8 @@ pattern_finders: list[Callable[[torch.nn.Module, bool], Iterator[QuantComparison
 """Further patterns, by seam: functions of a model and whether vLLM compiles it."""
 deciders: list[Callable[[object, Decided], str]] = []
 """Further decisions, by seam: functions of vLLM's configuration that return what they decided, for vLLM's compile cache."""
+two_output_rules: list[Callable[..., bool]] = []
+"""Further rewrites of norms whose result some readers quantize: functions as in `norm_rules`, given these readers, too."""
 norm_rules: list[Callable[..., bool]] = []
 """Further rewrites, by folder: functions of a norm in a graph, its readers and how it is summed, that return whether they served."""
 

@@ -26,7 +26,7 @@ _quantize: dict[tuple[int, ...], Callable] = {}
 _activate: list[Callable] = []
 _sections: dict[tuple[int, ...], torch.nn.Module] = {}
 OF_SECTIONS = "head_size", "rotary_dim", "mrope_section", "mrope_interleaved", "apply_rotary_emb"
-"""What vLLM's rotation by sections reads of its module, besides the table."""
+"""Attributes that vLLM's rotation by sections reads, besides the table."""
 
 
 class QuantTraits(NamedTuple):

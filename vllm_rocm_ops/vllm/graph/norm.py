@@ -30,7 +30,7 @@ def install() -> None:
     """Register the subclasses through vLLM's `register_oot`."""
     from vllm.model_executor.layers import layernorm
 
-    from vllm_rocm_ops.vllm.graph import fused_quant, vllm_row_kernels
+    from vllm_rocm_ops.vllm.graph import fused_quant, norm_outputs, vllm_row_kernels  # noqa: F401
 
     if None in fused_quant.runnable(fused_quant.NORMS):
         for name, one_plus in CLASSES.items():

@@ -87,9 +87,6 @@ def norms_before_two(model: torch.nn.Module, compiles: bool) -> Iterator[QuantCo
             return
 
 
-compiled_ops.pattern_finders.append(norms_before_two)
-
-
 def also_quantize(norm: Norm, readers: list[fx.Node], quantizes: list[fx.Node], summed: Callable) -> bool:
     """Have a norm quantize for some of its readers, and keep its result for the others. Return whether it does.
 
@@ -121,3 +118,7 @@ def also_quantize(norm: Norm, readers: list[fx.Node], quantizes: list[fx.Node], 
         for part in list(marker.users):
             part.replace_all_uses_with(outputs[1 + part.args[1]])
     return True
+
+
+compiled_ops.pattern_finders.append(norms_before_two)
+compiled_ops.two_output_rules.append(also_quantize)

@@ -35,8 +35,8 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op, registered
-from vllm_rocm_ops.vllm.graph import all_reduce_norm, fused_quant, markers, norm_outputs, queries
-from vllm_rocm_ops.vllm.graph.compiled_ops import choices, norm_rules
+from vllm_rocm_ops.vllm.graph import all_reduce_norm, fused_quant, markers, queries
+from vllm_rocm_ops.vllm.graph.compiled_ops import choices, norm_rules, two_output_rules
 from vllm_rocm_ops.vllm.graph.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION, ROTATION, lower
 from vllm_rocm_ops.vllm.graph.queries import addends, are_alike, is_materialized, is_view, unviewed
 from vllm_rocm_ops.vllm.linear import scaled_linear
@@ -170,7 +170,7 @@ class Fusion(VllmInductorPass):
             return True
         quantizes = [reader for reader in readers if reader.target is QUANTIZATION]
         if quantizes and producer.name == "norm":
-            return norm_outputs.also_quantize(producer, readers, quantizes, self.summed)
+            return any(rule(producer, readers, quantizes, self.summed) for rule in two_output_rules)
         if quantizes or None not in producer.table or not all(map(is_materialized, readers)):
             return False
         is_all_reduced = producer.name == "norm" and self.is_all_reduced(producer, None)
@@ -243,8 +243,9 @@ class Fusion(VllmInductorPass):
 
     def uuid(self) -> str:
         """Return a hash of the source and the choices."""
-        modules = [sys.modules[name] for name in (__name__, *(rule.__module__ for rule in norm_rules))]
-        modules += [markers, queries, all_reduce_norm, norm_outputs]
+        rules = *norm_rules, *two_output_rules
+        modules = [sys.modules[name] for name in (__name__, *(rule.__module__ for rule in rules))]
+        modules += [markers, queries, all_reduce_norm]
         sources = [Path(module.__file__).read_text() for module in modules]
         made = (
             sorted(choices.decisions.items()),
