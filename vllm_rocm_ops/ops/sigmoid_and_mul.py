@@ -39,7 +39,7 @@ def _cases(make: rowwise.Cases) -> Iterator[Case]:
     """Yield the cases of all activations, one TP8 rank of Qwen3.5, heads of 64, gates as input, and heads that no vector fits."""
     yield from make.standard()
     yield make.case("tp8", (8, 512), padding=512)
-    yield make.case("heads-of-64", (3, 1024), head_size=64)
+    yield make.case("heads-of-64", (3, 1024), head_size=64, between=2)
     yield make.case("gate-in-rows", (3, 1024), head_size=0)
     if make.whole == 1 and "group_size" not in make.parameters:
         yield make.case("heads-of-20", (3, 240), torch.float16, head_size=20)

@@ -173,7 +173,8 @@ class GateCases(rowwise.Cases):
         size = given.get("head_size", next((size for size in (256, 128, 64) if shape[-1] % size == 0), 0))
         if size and len(shape) == 2:
             heads = gate.unflatten(1, (shape[1] // size, size))
-            gate = torch.cat((torch.full_like(heads, torch.nan), heads), -1)[..., size:]
+            between = given.get("between", 1)  # heads before each gate
+            gate = torch.cat((*[torch.full_like(heads, torch.nan)] * between, heads), -1)[..., between * size :]
         return (*(values | {"gate": gate}).values(),)
 
 
