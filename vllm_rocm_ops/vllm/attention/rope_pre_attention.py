@@ -47,7 +47,7 @@ def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
 
 
 class Traits(NamedTuple):
-    """Tell what a layer has besides, as those of Qwen3-Next and Qwen3.5.
+    """Hold what few layers have, such as Qwen3-Next's and Qwen3.5's.
 
     Attributes:
         one_plus: Whether head norms multiply by 1 + weight.
