@@ -144,6 +144,8 @@ def test_sections_need_norms(made, monkeypatch):
     block.attention.q_norm = torch.nn.Identity()
     assert tiny.front(monkeypatch, block, True) is None
     assert tiny.front(monkeypatch, block, False).op is ops.rope_and_cache
+    block.attention.use_fused_qk_norm_rope_gate = True  # vLLM's kernel has the norms
+    assert tiny.front(monkeypatch, block, False) is None
 
 
 @pytest.mark.parametrize("sections", [False, True])

@@ -28,7 +28,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, decoder, split
-from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopePreAttention
+from vllm_rocm_ops.vllm.attention.rope_pre_attention import OWN_KERNEL, RopePreAttention
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -191,7 +191,8 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAt
         part = None
         if not any(unsupported_features(attn, rotary, dtype)):
             norms, sections = norms_of(layer, attn.head_size, dtype), sections_of(rotary, config)
-            if norms or not any(sections):  # only the op with norms rotates by sections
+            own_kernel = getattr(layer, OWN_KERNEL, False)  # with the norms
+            if norms or not (any(sections) or own_kernel):  # only the op with norms rotates by sections
                 part = RopePreAttention(layer, norms, sections, dtype, baseline)
         by_rotary.setdefault(rotary, []).append(part if part and part.has_kernels() else None)
     for of_rotary in by_rotary.values():
