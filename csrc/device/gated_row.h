@@ -4,6 +4,7 @@
 // block per row, which keeps y in registers across its one barrier. Thread t processes the 8-element chunks t, t +
 // threads, ... of its block's columns.
 #pragma once
+#include "divisor.h"
 #include "row_output.h"
 
 template <class T, Output kOutput>
@@ -16,19 +17,33 @@ struct GatedRow {
   const void* gate;  // [hidden] T
   const void* up;    // [hidden] T
   int hidden;
+
+  DEVICE int at(int element) const { return element; }  // in gate
+};
+
+struct GatedHeads {
+  const void* gate;  // [hidden / head_size, head_size] T, heads head_stride elements apart
+  const void* up;    // [hidden] T
+  int hidden, head_size, head_stride;
+  Divisor head_divisor;  // by head_size
+
+  DEVICE int at(int element) const {
+    const int head = u32(element) / head_divisor;
+    return element + head * (head_stride - head_size);
+  }
 };
 
 // hidden is a multiple of 8; gate, up and out are 16-byte aligned. The block processes the chunks from `first` on,
 // kChunks per thread.
-template <class T, Output kOutput, int kChunks, class Activation>
-DEVICE void gated_vector(GatedRow row, int first, Activation activation, GatedOutput<T, kOutput> output) {
+template <class T, Output kOutput, int kChunks, class Row, class Activation>
+DEVICE void gated_vector(Row row, int first, Activation activation, GatedOutput<T, kOutput> output) {
   RowChunks<kChunks, Chunk> chunks;
   u32x4 gate[kChunks], up[kChunks];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     chunks.index[i] = first + wave::thread_id() + i * output.threads;
     chunks.in_bounds[i] = chunks.index[i] * kChunk < row.hidden;
-    gate[i] = mem::load_vector_or_zero(row.gate, chunks.index[i], chunks.in_bounds[i]);
+    gate[i] = mem::load_vector_or_zero(row.gate, row.at(chunks.index[i] * kChunk) / kChunk, chunks.in_bounds[i]);
     up[i] = mem::load_vector_or_zero(row.up, chunks.index[i], chunks.in_bounds[i]);
   }
   output.locate(row.hidden);
@@ -43,24 +58,27 @@ DEVICE void gated_vector(GatedRow row, int first, Activation activation, GatedOu
 }
 
 // Any hidden size and alignment: one block per row, one element per access.
-template <class T, Output kOutput, class Activation>
-DEVICE void gated_general(GatedRow row, Activation activation, GatedOutput<T, kOutput> output) {
+template <class T, Output kOutput, class Row, class Activation>
+DEVICE void gated_general(Row row, Activation activation, GatedOutput<T, kOutput> output) {
   output.locate(row.hidden);
   output.store_elements(row.hidden, [&](int column) {
-    return activation(load_element<T>(row.gate, column), load_element<T>(row.up, column));
+    return activation(load_element<T>(row.gate, row.at(column)), load_element<T>(row.up, column));
   });
 }
 
 // kChunks == 0 is the general kernel.
-template <class T, Output kOutput, int kChunks, class Activation>
-DEVICE void gated_row(const void* input, i64 input_stride, int hidden, int threads, void* out, const float* scale,
-                      float* scale_out, i64 scale_row_stride, i64 scale_stride, int group_size, Activation activation) {
-  const u16* gate = (const u16*)input + i64(u32(wave::block_id_x())) * input_stride;
-  const GatedRow row{gate, gate + hidden, hidden};
+template <class T, Output kOutput, int kChunks, class Row, class Activation>
+DEVICE void gated_row(Row row, int threads, void* out, const float* scale, float* scale_out, i64 scale_row_stride,
+                      i64 scale_stride, int group_size, Activation activation) {
   const GatedOutput<T, kOutput> output(scale, out, scale_out, scale_row_stride, scale_stride, group_size, threads);
   mem::issue_loads();
   if constexpr (kChunks == 0) gated_general<T, kOutput>(row, activation, output);
   else gated_vector<T, kOutput, kChunks>(row, wave::block_id_y() * threads * kChunks, activation, output);
+}
+
+DEVICE GatedRow gated_row_of(const void* input, i64 input_stride, int hidden) {
+  const u16* gate = (const u16*)input + i64(u32(wave::block_id_x())) * input_stride;
+  return {gate, gate + hidden, hidden};
 }
 
 // clang-format off
@@ -73,8 +91,8 @@ DEVICE void gated_row(const void* input, i64 input_stride, int hidden, int threa
       const float* scale,     /* [1]: the static scale, or for dynamic outputs scale_ub or null */                    \
       float* scale_out,       /* [rows, 1] or [rows, hidden / group_size], strided; null if unused */                 \
       i64 scale_row_stride, i64 scale_stride, int group_size more) {                                                  \
-    gated_row<T, Output::output, chunks>(input, input_stride, hidden, threads_per_block, out, scale, scale_out,       \
-        scale_row_stride, scale_stride, group_size, __VA_ARGS__);                                                     \
+    gated_row<T, Output::output, chunks>(gated_row_of(input, input_stride, hidden), threads_per_block, out, scale,    \
+        scale_out, scale_row_stride, scale_stride, group_size, __VA_ARGS__);                                          \
   }
 // Instances for one element type: INSTANCE(threads, symbol, T, output, chunks).
 #define GATED_INSTANCES(INSTANCE, name, type, T)                             \

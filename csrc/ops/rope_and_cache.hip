@@ -7,6 +7,12 @@
 //     cache[slot] = T(key), value   or   e4m3(key / k_scale), e4m3(value / v_scale)
 //     with the norm, x and y are T(x * rsqrt(mean(x^2) + epsilon) * weight) of their head
 //
+// Kernels with an offset multiply by weight_offset + weight, 1 + weight in vLLM's GemmaRMSNorm. They also support three
+// positions per token, as vLLM's MRotaryEmbedding with interleaved sections:
+//
+//     pair i of a head rotates by the position of height if i % 3 == 1 and i < 3 * height_pairs,
+//     of width if i % 3 == 2 and i < 3 * width_pairs, else of time
+//
 // A thread rotates 8 pairs, or copies 8 elements that are not rotated. Slot -1 is not written. The strides define the
 // cache layout, see shared/attention.py. Latency-bound: a token of 16 + 1 heads of 128 is 5 KB.
 #include "attention/cache.h"
@@ -135,20 +141,53 @@ struct QkNormRopeAndCacheProblem : RopeAndCacheProblem {  // kept_vecs is unused
   float inverse_size, epsilon;
 };
 
+struct OffsetQkNormRopeAndCacheProblem : QkNormRopeAndCacheProblem {
+  float weight_offset;
+  int height_pairs, width_pairs;  // both 0: one position per token
+  i64 position_stride;            // between the positions of time, height and width
+};
+template <class Problem>
+constexpr bool kHasOffset = __is_same(Problem, OffsetQkNormRopeAndCacheProblem);
+
 // Normalizes 8 elements, rounded to T.
-template <class T>
-DEVICE Chunk normalize(u32x4 elements, u32x4 weight, float inverse_rms) {
-  Chunk x = unpack<T>(elements);
-  const Chunk w = unpack<T>(weight);
+template <class T, class Problem>
+DEVICE Chunk normalize(const Problem& p, u32x4 elements, u32x4 weight, float inverse_rms) {
+  Chunk x = unpack<T>(elements), w = unpack<T>(weight);
 #pragma unroll
-  for (int i = 0; i < kChunk / 2; ++i) x.pair[i] = round_to<T>(x.pair[i] * inverse_rms * w.pair[i]);
+  for (int i = 0; i < kChunk / 2; ++i) {
+    if constexpr (kHasOffset<Problem>) w.pair[i] += p.weight_offset;
+    x.pair[i] = round_to<T>(x.pair[i] * inverse_rms * w.pair[i]);
+  }
   return x;
+}
+
+// Returns the angles of 8 pairs, each by its section's position.
+template <class T>
+DEVICE Angles angles_by_sections(const OffsetQkNormRopeAndCacheProblem& p, int token, i64 time, int vec) {
+  Angles by = angles<T>(p, time, vec);
+  if (p.height_pairs + p.width_pairs == 0) return by;
+  const i64* const others = p.positions + p.position_stride + token;
+  const Angles by_height = angles<T>(p, mem::load<i64>(others), vec);
+  const Angles by_width = angles<T>(p, mem::load<i64>(others + p.position_stride), vec);
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    const int pair = vec * kChunk + i, section = pair % 3;
+    const bool is_height = section == 1 && pair < 3 * p.height_pairs;
+    const bool is_width = section == 2 && pair < 3 * p.width_pairs;
+    auto choose = [&](Chunk& time, const Chunk& height, const Chunk& width) {
+      if (is_height) time.pair[i / 2][i % 2] = height.pair[i / 2][i % 2];
+      if (is_width) time.pair[i / 2][i % 2] = width.pair[i / 2][i % 2];
+    };
+    choose(by.cos, by_height.cos, by_width.cos);
+    choose(by.sin, by_height.sin, by_width.sin);
+  }
+  return by;
 }
 
 // kLanes lanes normalize and rotate a head: 16 elements each, 8 pairs, or elements after the rotated ones. All loads are
 // issued first, in two steps because the position determines the angles' address.
-template <class T, class Cache, int kLanes>
-DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item) {
+template <class T, class Cache, int kLanes, class Problem>
+DEVICE void qk_norm_rope_and_cache(const Problem& p, int item) {
   using Write = RopeAndCache<T, Cache>;
   const Write cache(p);
   const int token = cache.token;
@@ -169,7 +208,9 @@ DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item)
     y = mem::load<u32x4>(from.at(token, head, second));
     x_weight = mem::load<u32x4>(weight + first);
     y_weight = mem::load<u32x4>(weight + second);
-    if (is_rotated) by = angles<T>(p, cache.position, vec);
+    if constexpr (kHasOffset<Problem>) {
+      if (is_rotated) by = angles_by_sections<T>(p, token, cache.position, vec);
+    } else if (is_rotated) by = angles<T>(p, cache.position, vec);
     key_scale = cache.load_scale(p.key_cache);
   }
   const Chunk of_x = unpack<T>(x), of_y = unpack<T>(y);
@@ -184,7 +225,7 @@ DEVICE void qk_norm_rope_and_cache(const QkNormRopeAndCacheProblem& p, int item)
   if (is_of_head) {
     const float mean = divide(sum, float(2 * kChunk * p.head_vecs), p.inverse_size);
     const float inverse_rms = numerics::rsqrt_approx(mean + p.epsilon);
-    Chunk found[2] = {normalize<T>(x, x_weight, inverse_rms), normalize<T>(y, y_weight, inverse_rms)};
+    Chunk found[2] = {normalize<T>(p, x, x_weight, inverse_rms), normalize<T>(p, y, y_weight, inverse_rms)};
     if (is_rotated) rotate(Chunk(found[0]), Chunk(found[1]), by, p.is_neox, found);
     const u32x4 vecs[2] = {pack<T>(found[0]), pack<T>(found[1])};
     const i64 row = i64(token) * (is_key ? p.kv_heads : p.query_heads) + head;
@@ -213,14 +254,16 @@ INSTANCE(rope_and_cache_bf16_fp8, Bf16, E4m3)
 INSTANCE(rope_and_cache_fp16, F16, F16)
 INSTANCE(rope_and_cache_fp16_fp8, F16, E4m3)
 
-#define NORM_INSTANCE(symbol, T, Cache, lanes)                                                          \
-  KERNEL(256) symbol(const QkNormRopeAndCacheProblem problem, int threads) {                            \
+#define NORM_INSTANCE(symbol, Problem, T, Cache, lanes)                                                 \
+  KERNEL(256) symbol(const Problem problem, int threads) {                                              \
     qk_norm_rope_and_cache<T, Cache, lanes>(problem, wave::block_id_y() * threads + wave::thread_id()); \
   }
 // The symbols end in the maximum head size.
-#define NORM_INSTANCES(symbol, T, Cache)   \
-  NORM_INSTANCE(symbol##_128, T, Cache, 8) \
-  NORM_INSTANCE(symbol##_256, T, Cache, 16)
+#define NORM_INSTANCES(symbol, T, Cache)                                           \
+  NORM_INSTANCE(symbol##_128, QkNormRopeAndCacheProblem, T, Cache, 8)              \
+  NORM_INSTANCE(symbol##_256, QkNormRopeAndCacheProblem, T, Cache, 16)             \
+  NORM_INSTANCE(symbol##_offset_128, OffsetQkNormRopeAndCacheProblem, T, Cache, 8) \
+  NORM_INSTANCE(symbol##_offset_256, OffsetQkNormRopeAndCacheProblem, T, Cache, 16)
 
 NORM_INSTANCES(qk_norm_rope_and_cache_bf16, Bf16, Bf16)
 NORM_INSTANCES(qk_norm_rope_and_cache_bf16_fp8, Bf16, E4m3)

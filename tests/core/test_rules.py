@@ -257,6 +257,14 @@ BREACHES = [
         )
         for rule, size in (("a multiple of 16 elements", 72), ("at most 256 elements", 272))
     ),
+    *(
+        Breach("0 or more", "qk_norm_rope_and_cache/bf16-packed", **{f"{name}_pairs": -1})
+        for name in ("height", "width")
+    ),
+    *(
+        Breach("hidden is at least 1", f"sigmoid_and_mul_{kind}/bf16", input=(3, 2**30), gate=(3, 2**30))
+        for kind in ("quant", "per_token_quant", "per_block_quant", "mxfp8_quant")
+    ),
     Breach(
         "K and V are 128",
         "gated_delta_net_decode/bf16-plain",

@@ -151,6 +151,14 @@ def silu_and_mul_with_clamp(before, after, outputs: tuple) -> Found:
     yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
 
 
+def sigmoid_and_mul(before, after, outputs: tuple) -> Found:
+    a = before
+    x, gate = exact(a.input), exact(a.gate).reshape(a.input.shape)
+    y = x * torch.sigmoid(gate)
+    off = FP32 * y.abs() + rounded(y, a.input.dtype) + SIGMOID * x.abs()
+    yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
+
+
 def stream_memory(before, after, outputs: tuple) -> Found:
     a, found = before, outputs[0].double()
     wanted = {"copy": a.words, "write": torch.full_like(a.words, int("01" * 4, 16))}.get(a.direction)
@@ -539,7 +547,7 @@ def written(
 
 def both_written(a, old: tuple, new: tuple, keys: torch.Tensor, off: torch.Tensor) -> Found:
     """Yield what is found and wanted in the caches of keys, up to `off`, and of values."""
-    values = a.value.reshape(len(a.positions), -1, old[1].shape[-1])
+    values = a.value.reshape(a.positions.shape[-1], -1, old[1].shape[-1])
     yield from written("key_cache", old[0], new[0], keys, a.slot_mapping, a.k_scale, off)
     exact = torch.zeros_like(values).double()
     yield from written("value_cache", old[1], new[1], values, a.slot_mapping, a.v_scale, exact)
@@ -561,10 +569,17 @@ def qk_norm_rope_and_cache(before, after, outputs: tuple) -> Found:
     a = before
     old, new = (by_slot(caches.key_cache, caches.value_cache) for caches in (before, after))
     size, dtype = old[0].shape[-1], a.query.dtype
+    tokens, pairs = a.positions.shape[-1], a.cos_sin_cache.shape[1] // 2
+    positions = a.positions.reshape(-1, tokens)
+    by = torch.tensor(["THW"[p % 3] == "H" and p // 3 < a.height_pairs for p in range(pairs)]).long()
+    by += 2 * torch.tensor(["THW"[p % 3] == "W" and p // 3 < a.width_pairs for p in range(pairs)]).long()
+    rows = positions[by.to(positions.device)].t()  # [tokens, pairs]
+    columns = torch.arange(2 * pairs, device=rows.device)
+    table = a.cos_sin_cache[torch.cat((rows, rows), 1), columns]  # a row per token
     for name, weight in (("query", a.q_weight), ("key", a.k_weight)):
-        x = getattr(before, name).double().reshape(len(a.positions), -1, size)
-        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a.epsilon) * weight.double()
-        wanted, sizes = turned(n, a.positions, a.cos_sin_cache, a.is_neox)
+        x = getattr(before, name).double().reshape(tokens, -1, size)
+        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a.epsilon) * (weight.double() + a.one_plus_weight)
+        wanted, sizes = turned(n, torch.arange(tokens), table, a.is_neox)
         # Each term has the rounding of the norm.
         off = rounded(wanted, dtype) + rounded(sizes, dtype) + 2 * FP32 * sizes
         yield f"{name}_out", getattr(after, f"{name}_out").double().reshape(x.shape), wanted, off
@@ -860,6 +875,10 @@ FORMULAS: dict[str, Callable[..., Found]] = {
             for kind in ("", "_quant", "_per_token_quant", "_per_block_quant", "_mxfp8_quant")
         ),
         silu_and_mul_with_clamp,
+    ),
+    **dict.fromkeys(
+        (f"sigmoid_and_mul{kind}" for kind in ("_quant", "_per_token_quant", "_per_block_quant", "_mxfp8_quant")),
+        sigmoid_and_mul,
     ),
     "softmax": softmax,
     "stream_memory": stream_memory,

@@ -231,6 +231,8 @@ NUMBERS = {
     "fixed_split_size": (-7,),
     "shared_experts": (-1, 10**6),
     "swiglu_limit": (0.0, -7.0),
+    "height_pairs": (-1, 10**6),
+    "width_pairs": (-1, 10**6),
 }
 E5M2 = torch.float8_e5m2
 ANY_TYPE = ("gemm",)

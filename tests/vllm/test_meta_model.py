@@ -46,6 +46,10 @@ WANTED = {
         "Gated DeltaNet": ("vLLM's convolution and recurrence", (8, 16, True, "bfloat16"), 36),
         "shared down": ("block_scaled_mm", (2048, 256), 48),
         "experts": ("fused_experts", (512, 512, 10, 2048, 256, "block"), 48),
+        "norms of q and k": ("", (True, True, 0, 0), 12), "rotation": ("", (64,), 12),
+        "input norm": ("rms_norm", (2048, False, 1e-06, True), 48),
+        "output gate": ("sigmoid_and_mul_per_block_quant", (2048, 256), 12),
+        "post-attention norm": ("fused_add_rms_norm", (2048, True, 1e-06, True), 48),
     }),
     "qwen2.5-72b": (4, {"qkv": ("unquantized_gemm", (2560, 8192, True), 80), "SwiGLU": ("silu_and_mul", (7392,), 80)}),
     "phi-4": (2, {"gate_up": ("unquantized_gemm", (17920, 5120), 40), "o": ("unquantized_gemm", (5120, 2560), 40)}),
@@ -54,8 +58,8 @@ WANTED = {
         "experts": ("fused_experts", (40, 40, 8, 1536, 256, "none"), 32), "lm_head": ("unquantized_gemm", (24608, 1536), 1),
     }),
     "gemma-3-1b": (1, {
-        "SwiGLU": ("GeluAndMul", (), 26), "qkv": ("unquantized_gemm", (1536, 1152), 26), "q_norm": ("Gemma", (), 26),
-        "input norm": ("rms_norm", (1152, False, 1e-06), 26), "post-attention norm": ("compiler", (), 26),
+        "SwiGLU": ("GeluAndMul", (), 26), "qkv": ("unquantized_gemm", (1536, 1152), 26), "norms of q and k": ("", (True, False, 0, 0), 26),
+        "input norm": ("rms_norm", (1152, False, 1e-06, True), 26), "post-attention norm": ("compiler", (), 26),
     }),
     "falcon-h1-7b": (2, {"mamba_mixer2": ("vLLM", (), 44), "in": ("unquantized_gemm", (3596, 3072), 44)}),
 }  # fmt: skip

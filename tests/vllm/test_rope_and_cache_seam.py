@@ -60,9 +60,8 @@ class Layer(torch.nn.Module):
         return (self.q_norm, self.k_norm) if {"q_norm", "k_norm"} <= {*self._modules} else ()
 
     def front(self) -> rope_pre_attention.RopePreAttention:
-        given = self.attn, self.rotary_emb, self.norms, torch.bfloat16
         self.attn.impl.do_kv_cache_update = self.write
-        return rope_pre_attention.RopePreAttention(*given, COMPILED)
+        return rope_pre_attention.RopePreAttention(self, self.norms, (0, 0), torch.bfloat16, COMPILED)
 
     def write(self, attn, key, value, cache, slots) -> None:
         """Write as vLLM's backends do."""
@@ -298,7 +297,8 @@ def test_the_op_gets_what_the_launches_got(dynamo, normed):
     module = traced(normed)
     rope_and_cache.rewrite(module.graph, [rope_and_cache.TORCH_OP])
     [node] = (node for node in module.graph.nodes if node.target is torch.ops.vllm_rocm_ops.attention_front.default)
-    q, k, v, q_weight, k_weight, epsilon, positions, table, is_neox, q_out, k_out, name = node.args
+    q, k, v, q_weight, k_weight, epsilon, positions, table, is_neox, q_out, k_out, *traits, name = node.args
+    assert traits == [False, 0, 0]
     attention = next(n for n in module.graph.nodes if n.target is torch.ops.vllm.unified_attention_with_output)
     assert [part.args[0].args[1] for part in (q, k, v)] == [0, 1, 2] if not normed else True
     assert [x.args[1:] for x in (q, k, v)] == [(-1, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -329,7 +329,7 @@ def stepped(configuration, monkeypatch):
         (q, k, v), norm = one.parts(qkv.clone()), one.weights() or (None, None, 0.0)
         outs = [torch.full_like(x, torch.nan).contiguous() for x in (q, k)] if one.norms else [None, None]
         angles = positions, layer.rotary_emb.cos_sin_cache, layer.rotary_emb.is_neox_style
-        rope_and_cache.attention_front(q, k, v, *norm, *angles, *outs, "layer")
+        rope_and_cache.attention_front(q, k, v, *norm, *angles, *outs, False, 0, 0, "layer")
         impl = layer.attn.impl
 
         def rows(of: torch.Tensor) -> torch.Tensor:
@@ -432,7 +432,7 @@ MORE = {
     ("qwen2", "token"): PLAIN,
     ("qwen3_moe", "mixed"): NORMED,
     ("glm4_moe", "mixed"): NORMED,
-    ("gemma3_text", "token"): PLAIN,  # after norms with 1 + weight
+    ("gemma3_text", "token"): NORMED,  # norms with 1 + weight
     ("minimax_m2", "mixed"): PLAIN,  # after norms over all heads
 }
 

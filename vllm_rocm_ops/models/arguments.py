@@ -11,40 +11,56 @@ from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 
 
-def norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
-    """Return arguments of an unquantized RMSNorm."""
+def norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, *one_plus: bool) -> tuple:
+    """Return arguments of an unquantized RMSNorm. `one_plus`, here and below, tells that it multiplies by 1 + weight."""
     rows = [inputs.values(tokens, hidden) for _ in range(2 if residual else 1)]
-    return *rows, inputs.values(hidden), epsilon
+    return *rows, inputs.values(hidden), epsilon, *one_plus
 
 
-def static_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+def static_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, *one_plus: bool) -> tuple:
     """Return arguments of an RMSNorm with a static scale."""
     *tensors, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
-    return *tensors, inputs.scales(1), epsilon, inputs.fp8_dtype
+    return *tensors, inputs.scales(1), epsilon, inputs.fp8_dtype, *one_plus
 
 
-def token_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+def token_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, *one_plus: bool) -> tuple:
     """Return arguments of an RMSNorm with dynamic scales per token."""
     x, *rest, weight, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
-    return x, weight, epsilon, inputs.fp8_dtype, None, *(rest or [None])
+    return x, weight, epsilon, inputs.fp8_dtype, None, *(rest or [None]), *one_plus
 
 
-def block_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+def block_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, *one_plus: bool) -> tuple:
     """Return arguments of an RMSNorm with dynamic scales per block."""
     *quantized, upper_bound, rest = token_norm(tokens, inputs, hidden, residual, epsilon)
-    return *quantized, BLOCK, False, upper_bound, rest
+    return *quantized, BLOCK, False, upper_bound, rest, *one_plus
 
 
-def both_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+def both_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, *one_plus: bool) -> tuple:
     """Return arguments of `rms_norm_and_per_block_quant`."""
     *quantized, _, rest = token_norm(tokens, inputs, hidden, residual, epsilon)
-    return *quantized, rest
+    return *quantized, rest, *one_plus
 
 
-def mx_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float) -> tuple:
+def mx_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, *one_plus: bool) -> tuple:
     """Return arguments of an RMSNorm to MX-FP8."""
     x, *rest, weight, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
-    return x, weight, epsilon, *(rest or [None])
+    return x, weight, epsilon, *(rest or [None]), *one_plus
+
+
+def gate(tokens: int, inputs: Inputs, hidden: int, size: int, *more) -> tuple:
+    """Return arguments of an output gate on heads of `size` elements to MX-FP8, or with `more` arguments."""
+    both = inputs.values(tokens, hidden // size, 2 * size)
+    return inputs.values(tokens, hidden), both[..., size:], *more
+
+
+def static_gate(tokens: int, inputs: Inputs, hidden: int, size: int) -> tuple:
+    """Return arguments of an output gate with a static scale."""
+    return gate(tokens, inputs, hidden, size, inputs.scales(1), inputs.fp8_dtype)
+
+
+def dynamic_gate(tokens: int, inputs: Inputs, hidden: int, size: int) -> tuple:
+    """Return arguments of an output gate with dynamic scales."""
+    return gate(tokens, inputs, hidden, size, inputs.fp8_dtype)
 
 
 def activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:

@@ -250,7 +250,8 @@ def _heads(is_normed: bool, step: Step) -> Found:
         if is_paged and rotation is not None and CACHE_WRITE in before and (HEAD_NORMS in before) == is_normed:
             *heads, positions, rocm_cache_layout = attention.parameters
             launches = *[HEAD_NORMS] * is_normed, ROTATION, CACHE_WRITE
-            yield launches, (*heads, *rotation.parameters, positions, rocm_cache_layout)
+            traits = before[HEAD_NORMS].parameters if is_normed else ()
+            yield launches, (*heads, *rotation.parameters, positions, rocm_cache_layout, *traits)
 
 
 def _rotation(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
@@ -259,13 +260,30 @@ def _rotation(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int,
     return *rows, places, *_angles_and_cache(tokens, inputs, kv_heads, size, *rest), places
 
 
-def _normed_rotation(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
-    """Return arguments of `qk_norm_rope_and_cache`."""
-    *rows, places = _rows_of_heads(tokens, inputs, heads, kv_heads, size)
+def _normed_rotation(
+    tokens: int,
+    inputs: Inputs,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    rotary: int,
+    positions: int,
+    rocm_cache_layout: bool,
+    one_plus: bool = False,
+    is_gated: bool = False,
+    *sections: int,
+) -> tuple:
+    """Return arguments of `qk_norm_rope_and_cache`. Gates are between the queries."""
+    query, key, value, places = _rows_of_heads(tokens, inputs, heads * (1 + is_gated), kv_heads, size)
+    if is_gated:
+        query = query.unflatten(1, (heads, 2 * size))[..., :size]
     norm = inputs.values(size), inputs.values(size), 1e-6
-    table, is_neox, *caches = _angles_and_cache(tokens, inputs, kv_heads, size, *rest)
+    cache = _angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, rocm_cache_layout)
+    table, is_neox, *caches = cache
     outs = (inputs.values(tokens, count, size) for count in (heads, kv_heads))
-    return *rows, *norm, places, table, is_neox, *outs, *caches, places
+    at = places.expand(3, tokens).contiguous() if any(sections) else places
+    more = (None, None, one_plus, *sections) if one_plus or any(sections) else ()
+    return query, key, value, *norm, at, table, is_neox, *outs, *caches, places, *more
 
 
 def _rows_of_heads(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int) -> tuple[Tensor, ...]:

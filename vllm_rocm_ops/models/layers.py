@@ -57,6 +57,13 @@ ACTIVATIONS = {
     MX: (ops.silu_and_mul_mxfp8_quant, model_arguments.activation),
 }
 """Activations by the quantization of the linear that reads them."""
+GATES = {
+    STATIC: (ops.sigmoid_and_mul_quant, model_arguments.static_gate),
+    TOKEN: (ops.sigmoid_and_mul_per_token_quant, model_arguments.dynamic_gate),
+    BLOCKS: (ops.sigmoid_and_mul_per_block_quant, model_arguments.dynamic_gate),
+    MX: (ops.sigmoid_and_mul_mxfp8_quant, model_arguments.gate),
+}
+"""Gates of attention's output by the quantization of the linear that reads it."""
 ARGUMENTS = {
     **{op: op.linear for op in LINEARS},
     ops.topk_softmax: model_arguments.softmax_routing,
@@ -65,8 +72,9 @@ ARGUMENTS = {
     ops.paged_attention_decode: model_arguments.heads_attention,
     ops.mla_decode: model_arguments.mla_attention,
     ops.batched_gemm: model_arguments.absorbed,
-    **dict([*NORMS.values(), *ACTIVATIONS.values()]),
+    **dict([*NORMS.values(), *ACTIVATIONS.values(), *GATES.values()]),
     **{RESIDUAL[op]: arguments for op, arguments in NORMS.values() if op in RESIDUAL},
+    ops.rms_norm_and_per_block_quant: model_arguments.both_norm,
 }
 """Functions that make the arguments of a step's ops."""
 

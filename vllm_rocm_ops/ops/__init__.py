@@ -16,6 +16,7 @@ from vllm_rocm_ops.ops.rms_norm import *
 from vllm_rocm_ops.ops.rope_and_cache import *
 from vllm_rocm_ops.ops.router_gemm_topk import *
 from vllm_rocm_ops.ops.scaled_mm import *
+from vllm_rocm_ops.ops.sigmoid_and_mul import *
 from vllm_rocm_ops.ops.silu_and_mul import *
 from vllm_rocm_ops.ops.silu_and_mul_with_clamp import *
 from vllm_rocm_ops.ops.standalone.dequantize_int4 import *

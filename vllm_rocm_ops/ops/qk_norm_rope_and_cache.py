@@ -3,6 +3,10 @@
 Replaces three launches, `rms_norm` of queries, `rms_norm` of keys and `rope_and_cache`, with their rounding: the norm is rounded to
 query's dtype before the rotation, as in Qwen3Attention of vLLM 0.33. vLLM's fused_qk_norm_rope, which writes no cache, does not
 round there.
+
+In Qwen3-Next and Qwen3.5 queries are every other head of a projection, whose other heads gate attention's output: query has its strides,
+so that the split takes no launch. Their norms multiply by 1 + weight, and Qwen3.5 rotates sections of a head by positions of time,
+height and width.
 """
 
 from __future__ import annotations
@@ -44,6 +48,10 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
         tokens, heads = given.shape[:2]
         wanted = f"{dtype} [T={tokens}, {heads}, {size}] or [T, {heads * size}]"
         yield name, wanted, describe(x), x.dtype == dtype and attention.is_heads(x, tokens, heads, size)
+    pairs = a.cos_sin_cache.shape[-1] // 2
+    for name, value in (("height_pairs", a.height_pairs), ("width_pairs", a.width_pairs)):
+        wanted = f"0 or more, and together at most {pairs}, all pairs"
+        yield name, wanted, str(value), value >= 0 and rotation.sections(a) <= pairs
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -71,6 +79,11 @@ def _items(p: rotation.Parts, lanes: int) -> int:
     return rotation.first_copied(p, lanes) + p.layout.heads * (p.sizes[1] // attention.VECTOR)
 
 
+def _has_offset(a) -> bool:
+    """True if the kernels with an offset run."""
+    return a.one_plus_weight or rotation.sections(a) > 0
+
+
 def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
     p, lanes, size = rotation.heads_parts(a), _lanes(a), a.q_weight.shape[0]
     args = {
@@ -83,7 +96,15 @@ def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
         "inverse_size": 1.0 / size,
         "epsilon": float(a.epsilon),
     }
-    return rotation.launches("qk_norm_rope_and_cache", config, p, _items(p, lanes), args, f"_{LARGEST[lanes]}")
+    if _has_offset(a):
+        args |= {
+            "weight_offset": float(a.one_plus_weight),
+            "height_pairs": a.height_pairs,
+            "width_pairs": a.width_pairs,
+            "position_stride": a.positions.stride(0) if rotation.sections(a) else 0,
+        }
+    kind = f"{'_offset' * _has_offset(a)}_{LARGEST[lanes]}"
+    return rotation.launches("qk_norm_rope_and_cache", config, p, _items(p, lanes), args, kind)
 
 
 def _cost(config: rotation.RopeConfig, a, arch: Arch) -> dict[str, float]:
@@ -98,14 +119,24 @@ def _inputs(tokens, heads, size, given, device, generator, fp8_dtype) -> tuple:
     query, key, value, *rest = rotation.heads_inputs(tokens, heads, size, given, device, generator, fp8_dtype)
     for x in (query, key):
         x.mul_(given.get("factor", 1.0))
-    weights = ((1 + 0.2 * torch.randn(size, generator=generator)).to(query.dtype).to(device) for _ in range(2))
+    one_plus, sections = given.get("one_plus", False), given.get("sections", (0, 0))
+    weights = (
+        ((not one_plus) + 0.2 * torch.randn(size, generator=generator)).to(query.dtype).to(device) for _ in range(2)
+    )
     positions, cos_sin, is_neox, *caches = rest
-    outs = (torch.full(x.shape, torch.nan, dtype=x.dtype, device=device) for x in (query, key))
-    return query, key, value, *weights, given.get("epsilon", 1e-6), positions, cos_sin, is_neox, *outs, *caches
+    outs = [torch.full(x.shape, torch.nan, dtype=x.dtype, device=device) for x in (query, key)]
+    if given.get("gated", False):
+        by_head = attention.heads(query, size)
+        query = torch.cat((by_head, torch.full_like(by_head, torch.nan)), -1)[..., :size]
+    if sum(sections):
+        others = torch.randint(0, len(cos_sin), (2, tokens), generator=generator).to(device)
+        positions = torch.cat((positions[None], others))
+    epsilon = given.get("epsilon", 1e-6)
+    return query, key, value, *weights, epsilon, positions, cos_sin, is_neox, *outs, *caches, one_plus, *sections
 
 
 def _cases() -> Iterator[Case]:
-    """Yield the cases of `rope_and_cache`, head sizes 16 to 256, and an epsilon that matters."""
+    """Yield the cases of `rope_and_cache`, head sizes 16 to 256, an epsilon that matters, 1 + weight, gates and sections."""
     case = case_maker(_inputs)
     yield from rotation.heads_cases(case)
     for dtype, kind in attention.ELEMENTS.items():
@@ -120,11 +151,27 @@ def _cases() -> Iterator[Case]:
     yield case("large", 3, (2, 1), 128, factor=2.0**60)
     yield case("page5-padded", 7, (2, 2), 32, page=5, padding=24, apart=True)
     yield case("large-heads", 2, (1, 1), 512)
+    next_ones = {"rotary": 64, "one_plus": True, "gated": True}
+    for dtype, kind in attention.ELEMENTS.items():
+        for fp8 in (False, True):
+            for size in (128, 256):
+                yield case(f"{kind}{'-fp8' * fp8}-one-plus-{size}", 2, (3, 1), size, dtype=dtype, fp8=fp8, **next_ones)
+            given = {"dtype": dtype, "fp8": fp8, "sections": (11, 10), "layout": "native", **next_ones}
+            yield case(f"{kind}{'-fp8' * fp8}-sections", 3, (2, 1), 256, **given)
+    yield case("qwen3-next", 2, (16, 2), 256, layout="native", **next_ones)
+    yield case("qwen3.5-page544", 2, (2, 1), 256, sections=(11, 10), page=544, **next_ones)
+    yield case("one-plus-gptj", 3, (2, 1), 64, rotary=32, is_neox=False, one_plus=True, apart=True)
+    yield case("sections-plain-weights", 3, (2, 1), 128, sections=(20, 20))
+    yield case("sections-gptj", 3, (2, 1), 64, is_neox=False, sections=(7, 3), cos_dtype=torch.float32)
+    yield case("sections-most-height", 3, (2, 1), 64, sections=(11, 0))
+    yield case("one-plus-epsilon", 3, (2, 1), 128, factor=2.0**-9, epsilon=1e-5, one_plus=True)
+    yield case("one-plus-unmapped", 4, (2, 1), 64, unmapped=2, **(next_ones | {"rotary": 16}))
+    yield case("sections-no-tokens", 0, (2, 1), 64, sections=(3, 3), one_plus=True)
 
 
-def _normalized(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    z = exact(x)
-    return (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
+def _normalized(x: Tensor, weight: Tensor, epsilon: float, one_plus_weight: bool) -> Tensor:
+    z, w = exact(x), 1.0 + exact(weight) if one_plus_weight else weight
+    return (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + epsilon) * w).to(x.dtype)
 
 
 @functools.partial(
@@ -160,29 +207,37 @@ def qk_norm_rope_and_cache(
     slot_mapping: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    one_plus_weight: bool = False,
+    height_pairs: int = 0,
+    width_pairs: int = 0,
 ) -> None:
     """Normalize and rotate query and key into new tensors, and write key and value to a paged cache.
 
     Args:
         query: [T, query heads * size] or [T, query heads, size], bf16 or fp16; unchanged. May be columns of one qkv
-            tensor.
+            tensor, and its heads apart, as where each is followed by the gate of an output.
         key: [T, heads * size] or [T, heads, size], query's dtype; unchanged.
         q_weight: [size], query's dtype: RMSNorm weight of each query head.
         k_weight: [size], query's dtype: RMSNorm weight of each key head.
         epsilon: Added to the mean square.
         query_out: As query: receives the normalized and rotated queries.
         key_out: As key: receives the normalized and rotated keys.
+        positions: [T], int64; with pairs of height or width [3, T]: of time, height and width.
+        one_plus_weight: Multiply by 1 + weight, as GemmaRMSNorm does.
+        height_pairs: Number of pairs 1, 4, 7, ... that rotate by the position of height.
+        width_pairs: Number of pairs 2, 5, 8, ... that rotate by the position of width.
 
     Source:
-        vLLM's Qwen3Attention: `rms_norm` of q and k, `rotary_embedding`, `reshape_and_cache`.
+        vLLM's Qwen3Attention: `rms_norm` of q and k, `rotary_embedding`, `reshape_and_cache`. Its Qwen3NextAttention and MRotaryEmbedding
+        with interleaved sections.
     """
     a = qk_norm_rope_and_cache.Arguments(
         query, key, value, q_weight, k_weight, epsilon, positions, cos_sin_cache, is_neox, query_out, key_out,
-        key_cache, value_cache, slot_mapping, k_scale, v_scale,
+        key_cache, value_cache, slot_mapping, k_scale, v_scale, one_plus_weight, height_pairs, width_pairs,
     )  # fmt: skip
     p = rotation.heads_parts(a)
     outs = [attention.heads(x, p.sizes[0]) for x in (query_out, key_out)]
     for x, weight, out in zip((p.query, p.key), (q_weight, k_weight), outs):
-        out.copy_(_normalized(x, weight, epsilon))
-        rotation.rotate(out, positions, cos_sin_cache, is_neox)
+        out.copy_(_normalized(x, weight, epsilon, one_plus_weight))
+        rotation.rotate(out, positions, cos_sin_cache, is_neox, height_pairs, width_pairs)
     rotation.write(p.layout, outs[1], p.value, slot_mapping, p.scales)

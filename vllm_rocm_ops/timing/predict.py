@@ -185,7 +185,7 @@ class Band(NamedTuple):
         return "unknown" if self.ratio is None else f"+-{self.ratio:.0%}"
 
 
-ROWS = ("rms_norm", "fused_add_rms_norm", "silu_and_mul")
+ROWS = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "sigmoid_and_mul")
 COMPARED = {"GEMM": ("skinny GEMM",), "rows": ("add RMSNorm", "SwiGLU")}
 """By kind of op: classes of comparable published kernels."""
 

@@ -21,10 +21,11 @@ from vllm_rocm_ops.vllm.attention import (
     mla_rotation,
     rope_pre_attention,
 )
+from vllm_rocm_ops.vllm.graph import norm_outputs
 from vllm_rocm_ops.vllm.moe import base as experts
 from vllm_rocm_ops.vllm.moe import routing_gate
 from vllm_rocm_ops.vllm.selection.kernel_selection import Record, at_some_size, record_here, serves_by_tokens, types
-from vllm_rocm_ops.vllm.selection.key import EAGER, SEPARATE, Key
+from vllm_rocm_ops.vllm.selection.key import EAGER, ONE_PLUS, SEPARATE, Key
 
 COMPARISONS = {kernels.op: kernels for name in seam.in_folder("linear") for kernels in seam.load(name).comparisons}
 COMPARISONS |= {kernels.op: kernels for kernels in (experts.COMPARISON, mla_absorb.COMPARISON)}
@@ -51,10 +52,11 @@ def shapes_of(call, arch: Arch) -> list[str]:
         return [in_vllm.describe(layer) + call.traits for layer in in_vllm.layers_of(a)]
     if not hasattr(a, "quant_dtype"):
         return []
-    columns = a.input.shape[1] // (1 if hasattr(a, "weight") else 2)
+    columns = a.input.shape[1] // (1 if hasattr(a, "weight") or hasattr(a, "gate") else 2)
     residuals = ("", " residual") if getattr(a, "residual", None) is None else (" residual",)
-    start = f"{columns} {types(a.input.dtype)}"
-    return [f"{start}{residual}{way}" for residual in residuals for way in ("", " column-major", " bound")]
+    start, end = f"{columns} {types(a.input.dtype)}", ONE_PLUS * getattr(a, "one_plus_weight", False)
+    end += norm_outputs.BESIDE * (call.op is norm_outputs.OP and call.layer == "input norm")
+    return [f"{start}{residual}{way}{end}" for residual in residuals for way in ("", " column-major", " bound")]
 
 
 def keys_of(call, arch: Arch, record: Record) -> list[Key]:

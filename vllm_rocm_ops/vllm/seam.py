@@ -46,6 +46,7 @@ FILES = {
     "mla_norms": "attention.mla_norms",
     "mxfp8_experts": "moe.mxfp8_experts",
     "norm": "graph.norm",
+    "norm_residuals": "attention.norm_residuals",
     "quantized_attention": "attention.quantized_attention",
     "quantized_input": "graph.input_quantization",
     "rope_and_cache": "attention.rope_and_cache",

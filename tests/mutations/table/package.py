@@ -66,7 +66,7 @@ BUGS = (
     Bug("a rotation whose queries something else reads", "vllm/attention/rope_and_cache.py", "is_own(q) and is_own(k)",
         "is_own(k)", Tests("test_rope_and_cache_seam.py")),
     Bug("a loss in one of two layers that share a rotation", "vllm/attention/rope_pre_attention.py",
-        "marks if all(taken.values())", "marks if any(taken.values())", Tests("test_rope_and_cache_seam.py")),
+        "all(taken.values())", "any(taken.values())", Tests("test_rope_and_cache_seam.py")),
     Bug("the plugin's op not among vLLM's splitting ops", "vllm/attention/split.py",
         "if operators and update in operators and name not in operators:", "if False:", Tests("test_mla_norms.py")),
     Bug("a step that is not split at the op", "vllm/attention/split.py", "operators.append(name)", "pass",

@@ -43,16 +43,29 @@ class RopeConfig:
     threads: int
 
 
-def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> None:
+def rotate(
+    x: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool, height_pairs: int = 0, width_pairs: int = 0
+) -> None:
     """Rotate the first elements of the heads of x [tokens, heads, size] in place."""
     size = cos_sin_cache.shape[1]
-    cos, sin = exact(cos_sin_cache[positions]).to(exact(x).dtype).unsqueeze(1).chunk(2, -1)
+    angles = exact(cos_sin_cache[positions]).to(exact(x).dtype)
+    if height_pairs + width_pairs:
+        angles = _by_sections(angles.unflatten(-1, (2, -1)), height_pairs, width_pairs).flatten(1)
+    cos, sin = angles.unsqueeze(1).chunk(2, -1)
     rotated = x[..., :size]
     left, right = rotated.chunk(2, -1) if is_neox else (rotated[..., ::2], rotated[..., 1::2])
     first, second = exact(left), exact(right)
     left_out, right_out = first * cos - second * sin, second * cos + first * sin
     left.copy_(left_out)
     right.copy_(right_out)
+
+
+def _by_sections(angles: Tensor, height_pairs: int, width_pairs: int) -> Tensor:
+    """Choose each pair's angle by time, height or width: [3, tokens, 2, pairs] -> [tokens, 2, pairs]."""
+    pair = torch.arange(angles.shape[-1], device=angles.device)
+    is_height = (pair % 3 == 1) & (pair < 3 * height_pairs)
+    is_width = (pair % 3 == 2) & (pair < 3 * width_pairs)
+    return torch.where(is_width, angles[2], torch.where(is_height, angles[1], angles[0]))
 
 
 def _quantized(x: Tensor, scale: Tensor | None, cache: Tensor) -> Tensor:
@@ -114,7 +127,9 @@ def heads_parts(a) -> Parts:
 
 def angles_contract(a, tokens: int, dtype: torch.dtype, size: int) -> Iterator[tuple[str, str, str, bool]]:
     """Yield the contract of positions, and of cosines and sines."""
-    yield "positions", f"int64 [T={tokens}]", describe(a.positions), _is_indices(a.positions, tokens)
+    shape = (3, tokens) if (has_three := sections(a) > 0) else (tokens,)
+    wanted = f"int64 [{'3, ' * has_three}T={tokens}]"
+    yield "positions", wanted, describe(a.positions), a.positions.dtype == torch.int64 and a.positions.shape == shape
     c = a.cos_sin_cache
     holds = c.dim() == 2 and c.dtype in (dtype, torch.float32) and 0 < c.shape[1] <= size and c.shape[1] % 2 == 0
     wanted = f"{dtype} or float32 [positions, an even rotary size of at most {size}]"
@@ -165,9 +180,15 @@ def can_implement(parts: Callable[..., Parts], a, arch: Arch) -> Iterator[tuple[
 def can_implement_angles(a) -> Iterator[tuple[str, bool]]:
     """Yield the rules of positions, and of cosines and sines."""
     yield f"the rotary size is a multiple of {2 * PAIRS}", a.cos_sin_cache.shape[1] % (2 * PAIRS) == 0
-    for name in ("positions", "cos_sin_cache"):
-        yield f"{name} is contiguous", getattr(a, name).is_contiguous()
+    rows = a.positions[:1].flatten() if sections(a) > 0 else a.positions
+    for name, x in (("positions", rows), ("cos_sin_cache", a.cos_sin_cache)):
+        yield f"{name} is contiguous", x.is_contiguous()
     yield "cos_sin_cache is 16-byte aligned", a.cos_sin_cache.data_ptr() % 16 == 0
+
+
+def sections(a) -> int:
+    """Return the pairs that an op's arguments rotate by another position than time."""
+    return getattr(a, "height_pairs", 0) + getattr(a, "width_pairs", 0)
 
 
 def rotary_vecs(a) -> int:

@@ -122,6 +122,9 @@ ROW_OPS: dict[Op, tuple] = {
     ops.silu_and_mul_quant: (model_arguments.static_activation,),
     ops.silu_and_mul_per_token_quant: (model_arguments.dynamic_activation,),
     ops.silu_and_mul_per_block_quant: (model_arguments.dynamic_activation,),
+    ops.sigmoid_and_mul_quant: (model_arguments.static_gate, 256),
+    ops.sigmoid_and_mul_per_token_quant: (model_arguments.dynamic_gate, 256),
+    ops.sigmoid_and_mul_per_block_quant: (model_arguments.dynamic_gate, 256),
 }
 
 

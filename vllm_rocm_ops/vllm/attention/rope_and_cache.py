@@ -1,7 +1,8 @@
 """Serve head norms, rotation and cache write before attention in one launch, in models that vLLM compiles.
 
 `rope_and_cache` rotates queries and keys and writes the cache. `qk_norm_rope_and_cache` normalizes the heads first, as
-in Qwen3 and GLM. Other norms, as Gemma's and MiniMax's over all heads, stay the compiler's.
+in Qwen3, GLM and Gemma. It reads Qwen3-Next's queries between the gates of attention's output, which stay in place: what reshapes
+a gate moves behind attention. Other norms, as MiniMax's over all heads, stay the compiler's.
 
 vLLM splits a compiled model at each cache update, so the rotation and the update are in two pieces, and a pass on a
 piece sees only one. This seam changes the whole graph before vLLM splits it. There a rotation is a marker
@@ -27,7 +28,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, decoder, split
-from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopePreAttention
+from vllm_rocm_ops.vllm.attention.rope_pre_attention import OWN_KERNEL, RopePreAttention
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -64,6 +65,9 @@ def attention_front(
     is_neox: bool,
     q_out: Tensor | None,
     k_out: Tensor | None,
+    one_plus: bool,
+    height_pairs: int,
+    width_pairs: int,
     layer_name,
 ) -> None:
     """Run the op with the step's cache and slots of a layer.
@@ -83,21 +87,23 @@ def attention_front(
         slots, caches = slots.flatten()[: len(q)], served and served.caches(layer, cache)
     angles, norm = (positions, cos_sin_cache, is_neox), (q_weight, k_weight, epsilon)
     if not caches:  # a layer that shares the rotation, as a draft model's, in a backend that the plugin does not cover
-        by_vllm(layer, (q, k, v), norm, angles, (q_out, k_out), cache, slots)
+        whole = (*norm, one_plus), (*angles, height_pairs, width_pairs)
+        by_vllm(layer, (q, k, v), *whole, (q_out, k_out), cache, slots)
         return
     places = *caches, slots, *served.scales(layer)
     if q_out is None:
         ops.rope_and_cache.call(backends.in_rows(q), backends.in_rows(k), v, *angles, *places)
     else:
-        ops.qk_norm_rope_and_cache.call(q, k, v, *norm, *angles, q_out, k_out, *places)
+        more = one_plus, height_pairs, width_pairs
+        ops.qk_norm_rope_and_cache.call(q, k, v, *norm, *angles, q_out, k_out, *places, *more)
 
 
 def by_vllm(layer, heads: tuple, norm: tuple, angles: tuple, outs: tuple, cache: Tensor, slots: Tensor) -> None:
     """Normalize and rotate in PyTorch, and write the cache by vLLM's backend."""
-    (q, k, v), (*weights, epsilon) = heads, norm
+    (q, k, v), (*weights, epsilon, one_plus) = heads, norm
     if outs[0] is not None:
         for x, weight, out in zip((q, k), weights, outs):
-            out.copy_(ops.rms_norm.reference(x, weight, epsilon))
+            out.copy_(ops.rms_norm.reference(x, weight, epsilon, one_plus))
         q, k = outs
     for x in (q, k):
         rotation.rotate(x, *angles)
@@ -110,17 +116,24 @@ def by_vllm(layer, heads: tuple, norm: tuple, angles: tuple, outs: tuple, cache:
 
 def unsupported_features(attn: torch.nn.Module, rotary: torch.nn.Module, dtype: torch.dtype) -> Iterator[str]:
     """Yield the features of a layer that the op does not support."""
-    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+    from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding, RotaryEmbedding
 
-    impl, baseline = attn.impl, RotaryEmbedding.forward_native
+    from vllm_rocm_ops.vllm.graph import markers
+
+    impl, baselines = attn.impl, {cls.forward_native for cls in (RotaryEmbedding, MRotaryEmbedding)}
     served = getattr(impl, "rocm_ops", None)
     if served is None or served.op is not ops.paged_attention_decode:
         yield "an unsupported backend"
         return
-    known = isinstance(rotary, RotaryEmbedding) and type(rotary).forward_native is baseline
+    known = getattr(type(rotary), "forward_native", None) in baselines
     forward = getattr(getattr(rotary, "_forward_method", None), "__name__", "")
     if not known or forward not in ("forward_native", "marked") or rotary.head_size != attn.head_size:
-        yield "another rotation than RotaryEmbedding's, or by a custom op"
+        yield "another rotation than RotaryEmbedding's or MRotaryEmbedding's, or by a custom op"
+    elif getattr(rotary, "mrope_section", None) and not (
+        all(hasattr(rotary, name) for name in markers.OF_SECTIONS)
+        and (len(rotary.mrope_section), rotary.mrope_interleaved) == (3, True)
+    ):
+        yield "sections of a head that are not interleaved"
     elif rotary.cos_sin_cache.dtype != dtype or rotary.cos_sin_cache.dim() != 2:
         yield "a table of another dtype"
     if attn.attn_type != "decoder" or attn.kv_sharing_target_layer_name is not None or attn.use_direct_call:
@@ -140,11 +153,20 @@ def unsupported_features(attn: torch.nn.Module, rotary: torch.nn.Module, dtype: 
 def norms_of(layer: torch.nn.Module, size: int, dtype: torch.dtype) -> tuple[torch.nn.Module, ...]:
     """Return the norms of queries and keys in a layer, or nothing where the op supports only what follows them."""
     norms = tuple(getattr(layer, name, None) for name in ("q_norm", "k_norm"))
+    kinds = {type(norm).__name__ for norm in norms}
+    if len(kinds) > 1 or not kinds <= {"RocmOpsRMSNorm", "RocmOpsGemmaRMSNorm"}:
+        return ()
     for norm in norms:
-        is_plain = type(norm).__name__ == "RocmOpsRMSNorm" and getattr(norm, "variance_size_override", None) is None
-        if not is_plain or norm.weight.shape != (size,) or norm.weight.dtype != dtype:
+        is_whole = getattr(norm, "variance_size_override", None) is None
+        if not is_whole or norm.weight.shape != (size,) or norm.weight.dtype != dtype:
             return ()
     return norms if norms[0].variance_epsilon == norms[1].variance_epsilon else ()
+
+
+def sections_of(rotary: torch.nn.Module, config) -> tuple[int, int]:
+    """Return the pairs of a head that a model rotates by positions of height and width."""
+    uses = getattr(config.model_config, "uses_mrope", False)
+    return tuple((getattr(rotary, "mrope_section", None) or (0, 0, 0))[1:]) if uses else (0, 0)
 
 
 def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAttention]:
@@ -168,11 +190,16 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAt
             continue
         part = None
         if not any(unsupported_features(attn, rotary, dtype)):
-            part = RopePreAttention(attn, rotary, norms_of(layer, attn.head_size, dtype), dtype, baseline)
+            norms, sections = norms_of(layer, attn.head_size, dtype), sections_of(rotary, config)
+            own_kernel = getattr(layer, OWN_KERNEL, False)  # with the norms
+            if norms or not (any(sections) or own_kernel):  # only the op with norms rotates by sections
+                part = RopePreAttention(layer, norms, sections, dtype, baseline)
         by_rotary.setdefault(rotary, []).append(part if part and part.has_kernels() else None)
     for of_rotary in by_rotary.values():
         if None not in of_rotary and len({bool(part.norms) for part in of_rotary}) == 1:
             split.before(rewrite)
+            for part in of_rotary:
+                part.peers = tuple(of_rotary)
             yield from of_rotary
 
 
@@ -182,11 +209,12 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAt
 class Place(NamedTuple):
     """The nodes around a marker: what it rotates, the norms' weights and epsilon, and what the op replaces.
 
-    `views` are q and k as attention reads them.
+    `views` are q and k as attention reads them. `one_plus` tells whether the norms multiply by 1 + weight.
     """
 
     sources: tuple[fx.Node, fx.Node]
     norm: tuple[fx.Node | None, fx.Node | None, float]
+    one_plus: bool
     views: tuple[fx.Node, fx.Node]
     update: fx.Node
     attention: fx.Node
@@ -224,12 +252,44 @@ def is_own(node: fx.Node) -> bool:
     return False
 
 
-def normed(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """Return what a node is the norm of, the norm's weight and its epsilon; None if it is no norm."""
+def normed(node: fx.Node) -> tuple[fx.Node, fx.Node, float, bool] | None:
+    """Return what a node is the norm of, the norm's weight and epsilon, and whether it is 1 + weight; None if it is no norm."""
     while is_view(node):
         node = node.args[0]
     is_whole = split.op_of(node) == NORM and not any(size is not None for size in node.args[3:])
-    return node.args[:3] if is_whole and len(node.args) > 2 and not node.kwargs else None
+    if not is_whole or len(node.args) < 3 or node.kwargs:
+        return None
+    source, weight, epsilon = node.args[:3]
+    inner = weight.args[0] if isinstance(weight, fx.Node) and weight.target is operator.add else None
+    one_plus = split.calls_method(inner, "float") and weight.args[1:] == (1.0,)
+    return source, inner.args[0] if one_plus else weight, epsilon, one_plus
+
+
+def by_head(source: fx.Node, view: fx.Node) -> fx.Node | None:
+    """Return the first of the nodes that a source views or copies that has its heads, which may be apart; None if none has.
+
+    `view` is the source as attention reads it.
+    """
+    found, shape = None, view.args[2:]
+    while is_view(source):
+        source = source.args[0]
+        value = source.meta.get("example_value")
+        if isinstance(value, Tensor) and value.dim() == 3 and value.shape[1:] == shape and value.stride(2) == 1:
+            found = source
+    return found
+
+
+def move_gates(place: Place) -> None:
+    """Move what reshapes a gate behind attention: it reads the gate where the projection wrote it, and copies nothing before.
+
+    A gate is another part of the tensor of heads that queries are a part of.
+    """
+    chunk = place.sources[0].args[0] if place.sources[0].target is operator.getitem else None
+    for part in list(chunk.users) if isinstance(chunk, fx.Node) and chunk.target in (torch.chunk, *SPLITS) else ():
+        for node in part.users:
+            is_late = all(place.attention < user for user in node.users)
+            if split.calls_method(node, "reshape") and node < place.attention and is_late:
+                place.attention.append(node)
 
 
 def place_of(marker: fx.Node) -> Place | None:
@@ -256,12 +316,13 @@ def place_of(marker: fx.Node) -> Place | None:
     if not is_usual:
         return None
     if not norms:
-        return Place((q, k), (None, None, 0.0), views, update, attention) if is_own(q) and is_own(k) else None
+        return Place((q, k), (None, None, 0.0), False, views, update, attention) if is_own(q) and is_own(k) else None
     before = normed(q), normed(k)
-    if None in before or before[0][2] != before[1][2]:
+    if None in before or before[0][2:] != before[1][2:]:
         return None
-    (q, q_weight, epsilon), (k, k_weight, _) = before
-    return Place((q, k), (q_weight, k_weight, epsilon), views, update, attention)
+    (q, q_weight, epsilon, one_plus), (k, k_weight, *_) = before
+    sources = tuple(by_head(source, view) or source for source, view in zip((q, k), views))
+    return Place(sources, (q_weight, k_weight, epsilon), one_plus, views, update, attention)
 
 
 def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
@@ -273,7 +334,7 @@ def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
     candidates = {marker: place_of(marker) for marker in graph.find_nodes(op="call_function", target=ROTATION)}
     places = {marker: place for marker, place in candidates.items() if place is not None}
     for marker, place in places.items():
-        positions, q, k, table, _, is_neox, norms = marker.args
+        positions, q, k, table, sizes, is_neox, norms = marker.args
         update, attention = place.update, place.attention
         with graph.inserting_before(update):
             heads = [
@@ -285,11 +346,13 @@ def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
                 if made is not None:
                     made.meta = dict(view.meta)
             angles = positions, table, is_neox
-            given = *heads, update.args[1], *place.norm, *angles, *outs, update.args[2]
+            sections = tuple(sizes[3:]) or (0, 0)
+            given = *heads, update.args[1], *place.norm, *angles, *outs, place.one_plus, *sections, update.args[2]
             graph.call_function(getattr(torch.ops.vllm_rocm_ops, NAME).default, given)
         attention.args = *(outs if norms else heads), *attention.args[2:]
         attention.kwargs = {**attention.kwargs, "kv_cache_dummy_dep": None}
         erase([update, *place.views, marker, q, k])
+        move_gates(place)
     if places:
         text = (
             "vllm-rocm-ops: rotation and cache write are one launch in %d layers (VLLM_ROCM_OPS_SEAMS=-%s disables it)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,22 +22,59 @@ from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.key import Baseline
 
+OWN_KERNEL = "use_fused_qk_norm_rope_gate"
+"""The attribute by which vLLM's Qwen3NextAttention calls its own kernel, on CUDA."""
 
-def shape_of(heads: tuple[int, int, int], rotary: int, is_neox: bool, dtype: torch.dtype, cache: str) -> str:
+
+def shape_of(
+    heads: tuple[int, int, int], rotary: int, is_neox: bool, dtype: torch.dtype, cache: str, traits: str = ""
+) -> str:
     """Return the name of a layer's call for all token counts, as it is recorded.
 
-    `heads` are query heads, key heads and their size; `rotary` elements of a head are rotated, by halves if NeoX-style.
+    `heads` are query heads, key heads and their size; `rotary` elements of a head are rotated, by halves if NeoX-style. `traits` are
+    of `Traits.name`.
     """
     query, key, size = heads
     pairing = "" if is_neox else " interleaved"
-    return f"{query}:{key}x{size}/{rotary} {kernel_selection.types(dtype)} {cache}{pairing}"
+    return f"{query}:{key}x{size}/{rotary} {kernel_selection.types(dtype)} {cache}{pairing}{traits}"
 
 
 def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     """Return the names under which a model's call may be recorded: each pairing and cache dtype."""
     *heads, rotary = parameters[:4]
-    caches = attention.PLAIN + attention.E4M3
-    return [shape_of(heads, rotary, is_neox, dtype, cache) for is_neox in (True, False) for cache in caches]
+    caches, traits = attention.PLAIN + attention.E4M3, Traits(*parameters[6:]).name
+    return [shape_of(heads, rotary, is_neox, dtype, cache, traits) for is_neox in (True, False) for cache in caches]
+
+
+class Traits(NamedTuple):
+    """Hold what few layers have, such as Qwen3-Next's and Qwen3.5's.
+
+    Attributes:
+        one_plus: Whether head norms multiply by 1 + weight.
+        is_gated: Whether each query head is followed by the gate of its output.
+        height_pairs: Pairs of a head that rotate by the position of height.
+        width_pairs: Pairs that rotate by the position of width.
+    """
+
+    one_plus: bool = False
+    is_gated: bool = False
+    height_pairs: int = 0
+    width_pairs: int = 0
+
+    @property
+    def sections(self) -> tuple[int, int]:
+        return self.height_pairs, self.width_pairs
+
+    @property
+    def name(self) -> str:
+        """The traits as a part of a shape's name."""
+        by = f" sections {self.height_pairs}+{self.width_pairs}" if any(self.sections) else ""
+        return f"{' one-plus' * self.one_plus}{' gate' * self.is_gated}{by}"
+
+
+def is_gate_beside(layer: torch.nn.Module) -> bool:
+    """True if a layer's projection has a gate beside each query head, which multiplies the head's output."""
+    return bool(getattr(layer, "attn_output_gate", False)) and hasattr(layer, "_project_qkv_gate")
 
 
 class RopePreAttention(LayerPart):
@@ -45,20 +83,41 @@ class RopePreAttention(LayerPart):
     Its inputs are the projection's result, positions, slots, and a cache.
     """
 
+    peers: tuple[RopePreAttention, ...] = ()
+    """The parts of all layers that share the rotation's module."""
+
     def __init__(
-        self, attn: torch.nn.Module, rotary: torch.nn.Module, norms: tuple, dtype: torch.dtype, baseline: Baseline
+        self,
+        layer: torch.nn.Module,
+        norms: tuple,
+        sections: tuple[int, int],
+        dtype: torch.dtype,
+        baseline: Baseline,
     ):
-        self.attn, self.rotary, self.norms, self.dtype = attn, rotary, norms, dtype
+        self.layer, self.attn, self.rotary, self.norms, self.dtype = layer, layer.attn, layer.rotary_emb, norms, dtype
+        attn, rotary = self.attn, self.rotary
         self.decoder: attention.HeadsDecoder = attn.impl.rocm_ops
         self.op = ops.qk_norm_rope_and_cache if norms else ops.rope_and_cache
         self.heads = attn.num_heads, attn.num_kv_heads, attn.head_size
+        one_plus, is_gated = any(getattr(norm, "one_plus_weight", False) for norm in norms), is_gate_beside(layer)
+        self.traits = Traits(one_plus, is_gated, *sections)
+        self.has_own_kernel = bool(getattr(layer, OWN_KERNEL, False))
         cache = self.decoder.impl.kv_cache_dtype
-        shape = shape_of(self.heads, rotary.rotary_dim, rotary.is_neox_style, dtype, cache)
+        shape = shape_of(self.heads, rotary.rotary_dim, rotary.is_neox_style, dtype, cache, self.traits.name)
         self.name(shape, baseline)
+
+    @property
+    def columns(self) -> int:
+        """The projection's columns."""
+        query, key, size = self.heads
+        return ((1 + self.traits.is_gated) * query + 2 * key) * size
 
     def parts(self, qkv: Tensor) -> list[Tensor]:
         """Split the projection's result into the heads [T, heads, size] of q, k and v."""
         query, key, size = self.heads
+        if self.traits.is_gated:
+            both, k, v = qkv.split([2 * query * size, key * size, key * size], 1)
+            return [both.unflatten(1, (query, 2 * size))[..., :size], *(x.unflatten(1, (key, size)) for x in (k, v))]
         return [*qkv.unflatten(1, (-1, size)).split([query, key, key], 1)]
 
     def weights(self) -> tuple:
@@ -69,10 +128,15 @@ class RopePreAttention(LayerPart):
         """Call the op, and return its result, and q and k."""
         q, k, v = self.parts(qkv)
         outs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)] if self.norms else []
-        angles = positions, self.rotary.cos_sin_cache, self.rotary.is_neox_style
+        angles = self.of_model(positions), self.rotary.cos_sin_cache, self.rotary.is_neox_style
         places = *self.decoder.caches(self.attn, cache), slots, *self.decoder.scales(self.attn)
         rows = (q, k) if outs else (backends.in_rows(q), backends.in_rows(k))
-        return call(*rows, v, *self.weights(), *angles, *outs, *places), *(outs or (q, k))
+        more = (self.traits.one_plus, *self.traits.sections) if outs else ()
+        return call(*rows, v, *self.weights(), *angles, *outs, *places, *more), *(outs or (q, k))
+
+    def of_model(self, positions: Tensor) -> Tensor:
+        """Return positions as the model has them: [3, T] in memory where a comparison has rows of three."""
+        return positions.t() if any(self.traits.sections) else positions
 
     def cache(self, tokens: int, device: torch.device | str) -> Tensor:
         """Return an empty cache for a number of tokens, in the backend's order."""
@@ -81,9 +145,9 @@ class RopePreAttention(LayerPart):
 
     def has_kernels(self) -> bool:
         made = functools.partial(torch.empty, device="meta")
-        query, key, size = self.heads
         tokens = made(2, dtype=torch.int64)
-        given = made(2, (query + 2 * key) * size, dtype=self.dtype), tokens, tokens, self.cache(2, "meta")
+        positions = made(3, 2, dtype=torch.int64).t() if any(self.traits.sections) else tokens
+        given = made(2, self.columns, dtype=self.dtype), positions, tokens, self.cache(2, "meta")
 
         def on_meta(*values) -> bool:
             return linear_base.has_kernels(self.op, *(v.to("meta") if isinstance(v, Tensor) else v for v in values))
@@ -93,24 +157,31 @@ class RopePreAttention(LayerPart):
     # For timing
 
     def take(self, plugin_serves: bool) -> None:
-        """Have vLLM's graph mark the rotation, if the op serves all layers that share the rotation's module."""
+        """Have vLLM's graph mark the rotation, if the op serves all layers that share the rotation's module.
+
+        Layers with a kernel of their own for norms and rotation, as Qwen3-Next's on CUDA, then call their modules instead.
+        """
         from vllm_rocm_ops.vllm.graph import markers
 
         taken = vars(self.rotary).setdefault("rocm_ops_taken", {})
         taken[self.pattern] = plugin_serves or self.decoder.is_forced
-        marks = markers.of_rotation(self.rotary, bool(self.norms))
-        self.rotary._forward_method = marks if all(taken.values()) else self.rotary.forward_native
+        marks, serves = markers.of_rotation(self.rotary, bool(self.norms)), all(taken.values())
+        self.rotary._forward_method = marks if serves else self.rotary.forward_native
+        for part in self.peers:
+            if part.has_own_kernel:
+                setattr(part.layer, OWN_KERNEL, not serves)
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
         query, key, size = self.heads
         return 2.0 * tokens * (query + 2 * key) * size * self.dtype.itemsize, 0.0
 
     def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        (query, key, size), table = self.heads, self.rotary.cos_sin_cache
+        table = self.rotary.cos_sin_cache
         generator = torch.Generator(table.device).manual_seed(seed)
-        columns = (query + 2 * key) * size
-        qkv = torch.randn(tokens, columns, generator=generator, device=table.device).to(self.dtype)
-        positions = torch.randint(0, len(table), (tokens,), generator=generator, device=table.device)
+        qkv = torch.randn(tokens, self.columns, generator=generator, device=table.device).to(self.dtype)
+        shape = (3, tokens) if any(self.traits.sections) else (tokens,)
+        positions = torch.randint(0, len(table), shape, generator=generator, device=table.device)
+        positions = positions.t() if positions.dim() == 2 else positions
         return qkv, positions, torch.arange(tokens, device=table.device), self.cache(tokens, table.device).zero_()
 
     def plugin(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple | None:
@@ -118,16 +189,22 @@ class RopePreAttention(LayerPart):
         done, q, k = self.run(self.op.run_kernels, qkv, positions, slots, cache)
         return None if done is None else (q, k, cache)
 
-    def computed(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q and k by vLLM's layers, as its compiler sees them."""
+    def computed(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return q and k by vLLM's layers, as its compiler sees them, and a copy of the gate if there is one."""
+        positions = self.of_model(positions)
+        if self.has_own_kernel:
+            q, k, _, gate = self.layer._project_qkv_gate(qkv, positions)
+            return q, k, gate
         q, k, _ = self.parts(qkv)
         if self.norms:
             q, k = (norm.vllm_forward(x) for norm, x in zip(self.norms, (q, k)))
-        return self.rotary.forward_native(positions, q.flatten(1), k.flatten(1))
+        query, _, size = self.heads
+        gate = [qkv[:, : 2 * query * size].unflatten(1, (query, -1))[..., size:].flatten(1)] * self.traits.is_gated
+        return *self.rotary.forward_native(positions, q.flatten(1), k.flatten(1)), *gate
 
-    def completed(self, rotated: tuple[Tensor, Tensor], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
+    def completed(self, rotated: tuple[Tensor, ...], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         """Write the cache by vLLM's backend, and return q, k and the cache."""
-        q, k = (x.unflatten(1, (-1, self.heads[2])) for x in rotated)
+        q, k = (x.unflatten(1, (-1, self.heads[2])) for x in rotated[:2])
         self.attn.impl.do_kv_cache_update(self.attn, k, self.parts(qkv)[2], cache, slots)
         return q, k, cache
 
@@ -145,9 +222,10 @@ class RopePreAttention(LayerPart):
         if self.norms:
             *weights, epsilon = self.weights()
             q, k = (
-                x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight.float()
+                x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (weight.float() + self.traits.one_plus)
                 for x, weight in zip((q, k), weights)
             )
+        angles = self.of_model(positions), self.rotary.cos_sin_cache, self.rotary.is_neox_style, *self.traits.sections
         for x in (q, k):
-            rotation.rotate(x, positions, self.rotary.cos_sin_cache, self.rotary.is_neox_style)
+            rotation.rotate(x, *angles)
         return [x.flatten(1) for x in (q, k, k, v)]

@@ -1,6 +1,7 @@
 """Run vLLM's `SiluAndMul` by the SwiGLU ops, fused with the quantization of a linear's input.
 
-In a model that vLLM compiles an activation is a marker, and rewrite.py selects the op, with the quantization after it.
+In a model that vLLM compiles an activation is a marker, and rewrite.py selects the op, with the quantization after it. So it does for
+the sigmoid of attention's output gate (output_gate.py).
 Elsewhere, as inside experts, which are opaque to the compiler, an activation knows the linear that reads it
 (`consumer`).
 """
@@ -25,7 +26,7 @@ def install() -> None:
     from vllm.model_executor.layers.activation import SiluAndMul
 
     from vllm_rocm_ops import ops
-    from vllm_rocm_ops.vllm.graph import fused_quant, markers, vllm_row_kernels
+    from vllm_rocm_ops.vllm.graph import compiled_ops, fused_quant, markers, output_gate, vllm_row_kernels
 
     keys = fused_quant.runnable(fused_quant.ACTIVATIONS)
 
@@ -54,6 +55,7 @@ def install() -> None:
 
     if None in keys:
         seam.replace(SiluAndMul, RocmOpsSiluAndMul)
+    compiled_ops.pattern_finders.append(output_gate.gates)
     vllm_row_kernels.install(vllm_row_kernels.ACTIVATIONS)
 
 
@@ -62,5 +64,5 @@ SEAM = seam.Seam(
     replaces="SiluAndMul, through CustomOp.register_oot",
     probe=probe,
     install=install,
-    ops=("silu_and_mul",),
+    ops=("silu_and_mul", "sigmoid_and_mul"),
 )

@@ -119,7 +119,8 @@ class QuantComparison(RowComparison):
         self.op, self.producer, self.linear, self.columns, self.dtype = op, producer, linear, columns, dtype
         self.is_norm, self.has_residual = "weight" in op.Arguments._fields, has_residual
         self.column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
-        traits = has_residual, self.bound() is not None, self.column_major
+        self.one_plus = self.is_norm and getattr(producer, "one_plus_weight", False)
+        traits = has_residual, self.bound() is not None, self.column_major, self.one_plus
         self.pattern = fused_quant.pattern(op, columns, dtype, *traits)
         self.key = Key(op.name, self.pattern.shape, baseline)
 
@@ -143,17 +144,24 @@ class QuantComparison(RowComparison):
 
     def plugin(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Return the quantized result, its scales and the residual by the op, or None where no kernel supports it."""
-        from vllm_rocm_ops.vllm.graph import fused_quant
-
-        given = self.op.Arguments._field_defaults | {"input": x, "residual": residual, "group_size": BLOCK}
-        given |= {"quant_dtype": fused_quant.QUANT_DTYPE, "is_scale_transposed": self.column_major}
-        given |= {"scale": getattr(self.linear, "input_scale", None), "scale_ub": self.bound()}
+        given = {"input": x, "residual": residual}
         if self.is_norm:
             given |= {"weight": self.producer.weight.data, "epsilon": self.producer.variance_epsilon}
+            given |= {"one_plus_weight": self.one_plus}
+        output = self.run(given)
+        return None if output is None else (*output, residual)
+
+    def run(self, given: dict[str, object]) -> tuple | None:
+        """Return the op's results, a static scale included, or None where no kernel supports the call."""
+        from vllm_rocm_ops.vllm.graph import fused_quant
+
+        given = (
+            self.op.Arguments._field_defaults | {"group_size": BLOCK, "quant_dtype": fused_quant.QUANT_DTYPE} | given
+        )
+        given |= {"is_scale_transposed": self.column_major, "scale_ub": self.bound()}
+        given |= {"scale": getattr(self.linear, "input_scale", None)}
         output = self.op.run_kernels(*(given[name] for name in self.op.Arguments._fields))
-        if output is None:
-            return None
-        return (*output, residual) if isinstance(output, tuple) else (output, given["scale"], residual)
+        return output if output is None or isinstance(output, tuple) else (output, given["scale"])
 
     def baseline(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         if residual is None:
@@ -166,8 +174,6 @@ class QuantComparison(RowComparison):
 
         The result is not quantized, but clamped to the range of its quantized values.
         """
-        from vllm_rocm_ops.vllm.graph import fused_quant
-
         x = x.float()
         if not self.is_norm:
             gate, up = x.chunk(2, 1)
@@ -175,11 +181,17 @@ class QuantComparison(RowComparison):
         else:
             x = x if residual is None else x + residual.float()
             scale = torch.rsqrt(x.square().mean(1, keepdim=True) + self.producer.variance_epsilon)
-            result = x * scale * self.producer.weight.data.float()
+            result = x * scale * (self.producer.weight.data.float() + self.one_plus)
+        return self.clamped(result), x if self.has_residual else None
+
+    def clamped(self, result: Tensor) -> Tensor:
+        """Return a result within the range of its quantized values."""
+        from vllm_rocm_ops.vllm.graph import fused_quant
+
         limit = self.bound()
         if "scale" in self.op.Arguments._fields:
             limit = self.linear.input_scale.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]
-        return result if limit is None else result.clamp(-limit, limit), x if self.has_residual else None
+        return result if limit is None else result.clamp(-limit, limit)
 
     def results(self, output: tuple[Tensor, Tensor, Tensor | None], tokens: int) -> list[Tensor | None]:
         values, scale, residual = output
@@ -202,6 +214,8 @@ pattern_finders: list[Callable[[torch.nn.Module, bool], Iterator[QuantComparison
 """Further patterns, by seam: functions of a model and whether vLLM compiles it."""
 deciders: list[Callable[[object, Decided], str]] = []
 """Further decisions, by seam: functions of vLLM's configuration that return what they decided, for vLLM's compile cache."""
+two_output_rules: list[Callable[..., bool]] = []
+"""Further rewrites of norms whose result some readers quantize: functions as in `norm_rules`, given these readers, too."""
 norm_rules: list[Callable[..., bool]] = []
 """Further rewrites, by folder: functions of a norm in a graph, its readers and how it is summed, that return whether they served."""
 

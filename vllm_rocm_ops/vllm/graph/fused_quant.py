@@ -20,7 +20,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import compat
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
-from vllm_rocm_ops.vllm.selection.key import Pattern
+from vllm_rocm_ops.vllm.selection.key import ONE_PLUS, Pattern
 
 input_quant_key = compat.input_quant_key_getter()  # here, as eager activations ask in every call
 
@@ -44,13 +44,19 @@ ACTIVATIONS = {
     kFp8Dynamic128Sym: ("silu_and_mul_per_block_quant",),
     MX: ("silu_and_mul_mxfp8_quant",),
 }
-"""The ops, by the quantization of their result."""
+GATES = {
+    kFp8StaticTensorSym: ("sigmoid_and_mul_quant",),
+    kFp8DynamicTokenSym: ("sigmoid_and_mul_per_token_quant",),
+    kFp8Dynamic128Sym: ("sigmoid_and_mul_per_block_quant",),
+    MX: ("sigmoid_and_mul_mxfp8_quant",),
+}
+"""The ops, by the quantization of their result. A gate alone stays the compiler's."""
 
 
 def has_kernels(name: str) -> bool:
     """True if this machine has kernels for the op, for any row length and row count."""
     row, scale = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
-    examples = {"input": row, "residual": row, "weight": row[0], "epsilon": 1e-6, "scale": scale}
+    examples = {"input": row, "residual": row, "gate": row, "weight": row[0], "epsilon": 1e-6, "scale": scale}
     examples |= {"quant_dtype": QUANT_DTYPE, "group_size": GROUP}
     op = getattr(ops, name)
     known = {argument: value for argument, value in examples.items() if argument in op.Arguments._fields}
@@ -67,9 +73,17 @@ def op_of(table: dict[QuantKey | None, tuple[str, ...]], key: QuantKey | None, h
     return getattr(ops, table[key][-1 if has_residual else 0])
 
 
-def pattern(op, columns: int, dtype: torch.dtype, has_residual: bool, is_bounded: bool, column_major: bool) -> Pattern:
+def pattern(
+    op,
+    columns: int,
+    dtype: torch.dtype,
+    has_residual: bool,
+    is_bounded: bool,
+    column_major: bool,
+    one_plus: bool = False,
+) -> Pattern:
     """Return the pattern of a norm or an activation with its quantization."""
-    traits = " residual" * has_residual + " bound" * is_bounded + " column-major" * column_major
+    traits = " residual" * has_residual + " bound" * is_bounded + " column-major" * column_major + ONE_PLUS * one_plus
     shape = f"{columns} {kernel_selection.types(dtype)}{traits}"
     return Pattern(op.name, shape, columns, has_residual, column_major)
 

@@ -8,6 +8,7 @@ vLLM's forms and needs no marker.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ from vllm_rocm_ops.vllm import seam
 aten = torch.ops.aten
 _quantize: dict[tuple[int, ...], Callable] = {}
 _activate: list[Callable] = []
+_sections: dict[tuple[int, ...], torch.nn.Module] = {}
+OF_SECTIONS = "head_size", "rotary_dim", "mrope_section", "mrope_interleaved", "apply_rotary_emb"
+"""Attributes that vLLM's rotation by sections reads, besides the table."""
 
 
 class QuantTraits(NamedTuple):
@@ -50,13 +54,18 @@ def _run(x: Tensor, scale: Tensor | None, bound: Tensor | None, traits: list[int
 def rotate(
     positions: Tensor, q: Tensor, k: Tensor, table: Tensor, sizes: list[int], is_neox: bool, norms: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return vLLM's rotation of q and k. `sizes` are a head's elements and the rotated ones.
+    """Return vLLM's rotation of q and k. `sizes` are a head's elements, the rotated ones, and the pairs of each section if it has some.
 
     `norms` tells rope_and_cache.py whether to serve the norms before.
     """
-    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+    from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding, RotaryEmbedding
 
-    return RotaryEmbedding.forward_static(positions, q, k, *sizes, table, is_neox)
+    if len(sizes) == 2:
+        return RotaryEmbedding.forward_static(positions, q, k, *sizes, table, is_neox)
+    rotary = _sections[(*sizes, int(is_neox))]
+    own = types.SimpleNamespace(**{name: getattr(rotary, name) for name in OF_SECTIONS})
+    own._match_cos_sin_cache_dtype = lambda query: table
+    return MRotaryEmbedding.forward_native(own, positions, q, k)
 
 
 def activate(x: Tensor) -> Tensor:
@@ -123,13 +132,17 @@ def of_activation(forward: Callable) -> Callable:
 
 
 def of_rotation(rotary: torch.nn.Module, norms: bool) -> Callable:
-    """Return a forward that marks vLLM's RotaryEmbedding while a model is traced."""
+    """Return a forward that marks vLLM's RotaryEmbedding, or MRotaryEmbedding, while a model is traced."""
     sizes = [rotary.head_size, rotary.rotary_dim]
+    sections = list(getattr(rotary, "mrope_section", None) or ())
+    _sections[(*sizes, *sections, int(rotary.is_neox_style))] = rotary
 
-    def marked(positions: Tensor, query: Tensor, key: Tensor | None = None):
-        if key is None or not torch.compiler.is_compiling():
-            return rotary.forward_native(positions, query, key)
-        return ROTATION(positions, query, key, rotary.cos_sin_cache, sizes, rotary.is_neox_style, norms)
+    def marked(positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None):
+        if key is None or offsets is not None or not torch.compiler.is_compiling():
+            given = () if offsets is None else (offsets,)
+            return rotary.forward_native(positions, query, key, *given)
+        of = sizes + sections * (positions.dim() == 2)
+        return ROTATION(positions, query, key, rotary.cos_sin_cache, of, rotary.is_neox_style, norms)
 
     return marked
 

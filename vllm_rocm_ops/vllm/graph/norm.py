@@ -30,7 +30,7 @@ def install() -> None:
     """Register the subclasses through vLLM's `register_oot`."""
     from vllm.model_executor.layers import layernorm
 
-    from vllm_rocm_ops.vllm.graph import fused_quant, vllm_row_kernels
+    from vllm_rocm_ops.vllm.graph import fused_quant, norm_outputs, vllm_row_kernels  # noqa: F401
 
     if None in fused_quant.runnable(fused_quant.NORMS):
         for name, one_plus in CLASSES.items():
@@ -48,6 +48,8 @@ def made_of(norm: type, one_plus: bool) -> type:
 
     class RocmOpsNorm(norm):
         """Run vLLM's eager norm by the plugin's ops, for the inputs that they support."""
+
+        one_plus_weight = one_plus
 
         def dispatch_forward(self, compile_native: bool):
             """Return the plugin's forward. Keep vLLM's."""

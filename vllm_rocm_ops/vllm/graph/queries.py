@@ -20,6 +20,7 @@ VIEWS = (
     aten.slice.Tensor,
     aten.permute.default,
 )
+RESHAPES = aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default
 GEMMS = (aten.mm.default, aten.addmm.default)
 
 
@@ -51,6 +52,25 @@ def is_materialized(node: fx.Node) -> bool:
     node = unviewed(node)
     is_pytorchs = isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims", "vllm_ir")
     return node.op != "call_function" or node.target in GEMMS or not is_pytorchs
+
+
+def gated(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return x and the gate of a product x * sigmoid(gate) of equal shapes, None for other products.
+
+    A gate that is reshaped or copied from heads [tokens, heads, size] is returned before that.
+    """
+    for x, by in (node.args, node.args[::-1]):
+        is_sigmoid = isinstance(x, fx.Node) and isinstance(by, fx.Node) and is_func(by, aten.sigmoid.default)
+        if not is_sigmoid or len(by.users) != 1 or x.meta["val"].shape != by.meta["val"].shape:
+            continue
+        found = gate = by.args[0]
+        while gate.target in RESHAPES:
+            gate = gate.args[0]
+            value, columns = gate.meta["val"], x.meta["val"].shape[-1]
+            if value.dim() == 3 and value.stride(2) == 1 and value.shape[1] * value.shape[2] == columns:
+                found = gate
+        return x, found
+    return None
 
 
 def addends(given: dict[str, object]) -> dict[str, object]:

@@ -5,7 +5,9 @@ IR, quantizations and activations are markers (markers.py). This pass runs befor
 
     norm -> quantizations         its only readers, by one op, where it was timed to be faster
     norm -> experts               by an op that also quantizes, where it was timed to be faster (moe/quantized_input.py)
+    norm -> quantizations, GEMMs  likewise, by scales per 128 (norm_outputs.py)
     activation -> quantizations   likewise; a static one with the linear before it, if nothing else reads that
+    x * sigmoid -> quantizations  likewise, as attention's output with its gate, which may stay where a projection wrote it
     all-reduce -> norm            of either kind, by one op, where all ranks timed it to be faster (all_reduce_norm.py)
     norm, activation              by the op alone, where the compiler would fuse nothing with it
     sum -> (all-reduce ->) norm   by the norm's op, such as the sum of routed and shared experts
@@ -34,7 +36,7 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op, registered
 from vllm_rocm_ops.vllm.graph import all_reduce_norm, fused_quant, markers, queries
-from vllm_rocm_ops.vllm.graph.compiled_ops import choices, norm_rules
+from vllm_rocm_ops.vllm.graph.compiled_ops import choices, norm_rules, two_output_rules
 from vllm_rocm_ops.vllm.graph.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION, ROTATION, lower
 from vllm_rocm_ops.vllm.graph.queries import addends, are_alike, is_materialized, is_view, unviewed
 from vllm_rocm_ops.vllm.linear import scaled_linear
@@ -119,17 +121,37 @@ class Activation(Producer):
         return x if is_func(x, LINEAR) and x.args[4] is None and len(x.users) == 1 else None
 
 
+class OutputGate(Producer):
+    """A product with the sigmoid of a gate. `gate` may be heads apart, whose copy to rows falls away."""
+
+    name, table = "activation", fused_quant.GATES
+
+    def __init__(self, node: fx.Node):
+        super().__init__(node)
+        self.input, self.gate = queries.gated(node) or (node.args[0], None)
+
+    def arguments(self) -> dict[str, object]:
+        return {"input": self.input, "gate": self.gate}
+
+    def supports(self) -> bool:
+        if self.gate is None:
+            return False
+        x, gate = self.input.meta["val"], self.gate.meta["val"]
+        fits = x.dtype in fused_quant.DTYPES and gate.dtype == x.dtype and fused_quant.in_rows(x)
+        return fits and x.dim() == 2 and (fused_quant.in_rows(gate) or fused_quant.in_heads(gate))
+
+
 class Fusion(VllmInductorPass):
     """Put the plugin's ops into a piece of a compiled model."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.runnable = {kind.name: fused_quant.runnable(kind.table) for kind in (Norm, Activation)}
+        self.runnable = {kind: fused_quant.runnable(kind.table) for kind in (Norm, Activation, OutputGate)}
         self.traces: dict[tuple, fx.Graph] = {}  # a model has few kinds of markers in many places
 
     @VllmInductorPass.time_and_log
     def __call__(self, graph: fx.Graph) -> None:
-        kinds = {NORM: Norm, ADD_NORM: Norm, ACTIVATION: Activation}
+        kinds = {NORM: Norm, ADD_NORM: Norm, ACTIVATION: Activation, aten.mul.Tensor: OutputGate}
         for node in [node for node in graph.nodes if node.op == "call_function" and node.target in kinds]:
             producer = kinds[node.target](node)
             if not (producer.name in choices.on and self.take(producer)) and node.target is ACTIVATION:
@@ -146,7 +168,10 @@ class Fusion(VllmInductorPass):
             return False
         if self.quantize(producer, readers):
             return True
-        if QUANTIZATION in {reader.target for reader in readers} or not all(map(is_materialized, readers)):
+        quantizes = [reader for reader in readers if reader.target is QUANTIZATION]
+        if quantizes and producer.name == "norm":
+            return any(rule(producer, readers, quantizes, self.summed) for rule in two_output_rules)
+        if quantizes or None not in producer.table or not all(map(is_materialized, readers)):
             return False
         is_all_reduced = producer.name == "norm" and self.is_all_reduced(producer, None)
         rules = norm_rules if producer.name == "norm" and not is_all_reduced else ()
@@ -154,7 +179,7 @@ class Fusion(VllmInductorPass):
             return True
         op, given = producer.op(None), producer.arguments()
         summed = self.summed(producer, op, given, is_all_reduced)
-        if (is_all_reduced and summed is None) or None not in self.runnable[producer.name]:
+        if (is_all_reduced and summed is None) or None not in self.runnable[type(producer)]:
             return False
         if summed is not None or op.torch_op is not producer.node.target:
             insert(producer, op, given, [], summed)
@@ -165,7 +190,7 @@ class Fusion(VllmInductorPass):
         if len({(reader.target, str(reader.args)) for reader in readers}) != 1 or not is_quantization(readers[0]):
             return False
         key, given = quantization(readers[0])
-        if key is None or key not in self.runnable[producer.name]:
+        if key is None or key not in self.runnable[type(producer)]:
             return False
         if producer.name == "norm" and self.is_all_reduced(producer, key):
             return False
@@ -191,6 +216,7 @@ class Fusion(VllmInductorPass):
         pass covers it, as none covers MX-FP8.
         """
         traits = given.get("scale_ub") is not None, given.get("is_scale_transposed", False)
+        traits += (given.get("one_plus_weight", False),)
         dtype = given["input"].meta["val"].dtype
         for adds in (producer.residual is not None, True):
             op = fused_quant.op_of(producer.table, key, adds)
@@ -199,8 +225,9 @@ class Fusion(VllmInductorPass):
             decided = choices.decisions.get(fused_quant.pattern(op, columns, dtype, adds, *traits))
             if decided is not None:
                 return decided
-        passes, is_norm = self.pass_config, producer.name == "norm"
-        return key == fused_quant.MX or not (passes.fuse_norm_quant if is_norm else passes.fuse_act_quant)
+        passes = self.pass_config
+        fuses = {Norm: passes.fuse_norm_quant, Activation: passes.fuse_act_quant}.get(type(producer), False)
+        return key == fused_quant.MX or not fuses
 
     def is_all_reduced(self, norm: Norm, key) -> bool:
         """True if vLLM fuses a norm with AITER's all-reduce before it."""
@@ -216,7 +243,8 @@ class Fusion(VllmInductorPass):
 
     def uuid(self) -> str:
         """Return a hash of the source and the choices."""
-        modules = [sys.modules[name] for name in (__name__, *(rule.__module__ for rule in norm_rules))]
+        rules = *norm_rules, *two_output_rules
+        modules = [sys.modules[name] for name in (__name__, *(rule.__module__ for rule in rules))]
         modules += [markers, queries, all_reduce_norm]
         sources = [Path(module.__file__).read_text() for module in modules]
         made = (

@@ -77,6 +77,10 @@ def _activation(a) -> Tensor:
     return output
 
 
+def _gated(a) -> Tensor:
+    return a.input * torch.sigmoid(a.gate.reshape(a.input.shape))
+
+
 def _static(x: Tensor, a) -> Tensor:
     from vllm import _custom_ops
 
@@ -144,6 +148,14 @@ ACTIVATIONS = _fallbacks(
         "silu_and_mul_per_token_quant": _per_token,
         "silu_and_mul_per_block_quant": lambda y, a: _per_block(y, a.group_size, a.is_scale_transposed),
         "silu_and_mul_mxfp8_quant": lambda y, a: _mx(y),
+    },
+) | _fallbacks(
+    _gated,
+    {
+        "sigmoid_and_mul_quant": _static,
+        "sigmoid_and_mul_per_token_quant": _per_token,
+        "sigmoid_and_mul_per_block_quant": lambda y, a: _per_block(y, a.group_size, a.is_scale_transposed),
+        "sigmoid_and_mul_mxfp8_quant": lambda y, a: _mx(y),
     },
 )
 """By op, with the op's arguments. Scales per block have no bound: no seam passes one."""

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_rocm_ops.core.quantization import STATIC, UNQUANTIZED
+from vllm_rocm_ops.core.quantization import BLOCKS, STATIC, UNQUANTIZED
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models.layers import ACTIVATIONS, GATED_NORM, NORMS, RESIDUAL
+from vllm_rocm_ops.vllm.graph import norm_outputs
+from vllm_rocm_ops.vllm.meta.install import install
 from vllm_rocm_ops.vllm.meta.step import (
     ACTIVATION,
     EXPERTS_KIND,
@@ -20,7 +22,6 @@ from vllm_rocm_ops.vllm.meta.step import (
     TOKENS,
     Record,
     Step,
-    install,
     spelled,
 )
 
@@ -78,7 +79,7 @@ def named(records: list[Record]) -> list[Record]:
             record.layer = fused_calls.HEAD_NORMS
             if result and result[-1].layer == record.layer:
                 continue
-            record.parameters = ()
+            record.parameters = record.traits
         elif record.parameters and record.kind in (NORM, ACTIVATION):
             quantized(record)
         for name in before(record):
@@ -95,7 +96,8 @@ def quantized(record: Record) -> None:
         for reader in record.readers
     }
     kind = readers.pop() if len(readers) == 1 else OTHER
-    if any(isinstance(reader, str) or (reader.kind == NORM and reader.runs) for reader in record.readers):
+    behind = record.kind == NORM and record.source is not None and record.source.kind == NORM
+    if behind or any(isinstance(reader, str) or reader.kind == NORM for reader in record.readers):
         record.op, record.parameters, record.runs = None, (), "vLLM's compiler, with what reads it"
         return
     if kind == STATIC and len(record.readers) > 1:
@@ -103,10 +105,21 @@ def quantized(record: Record) -> None:
     if record.kind == ACTIVATION:
         record.op = ACTIVATIONS.get(kind, ACTIVATIONS[UNQUANTIZED])[0].name
         return
+    if is_before_two(record):
+        record.op = norm_outputs.OP.name
+        return
     op, _ = NORMS.get(kind, NORMS[UNQUANTIZED])
     record.op = (RESIDUAL.get(op, op) if record.parameters[1] else op).name
     if any(isinstance(reader, Record) and reader.layer.startswith("dense ") for reader in record.readers):
         record.layer = f"dense {record.layer}"
+
+
+def is_before_two(norm: Record) -> bool:
+    """True if a norm with a residual is read by two projections, of which one quantizes by blocks (graph/norm_outputs.py)."""
+    kinds = {
+        reader.module.rpartition(".")[2]: reader.quantization for reader in norm.readers if isinstance(reader, Record)
+    }
+    return norm.parameters[1] and kinds == dict(zip(norm_outputs.LINEARS, (BLOCKS, UNQUANTIZED)))
 
 
 def before(record: Record) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Run the `forward` of a model without values, and record its launches: which op takes each layer, its sizes, and who reads its result."""
+"""Record the launches of a model's `forward` without values: which op takes each layer, its sizes, and who reads its result."""
 
 from __future__ import annotations
 
@@ -17,16 +17,10 @@ from torch.overrides import TorchFunctionMode
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.quantization import STATIC, TENSOR, UNQUANTIZED
 from vllm_rocm_ops.models.config import EXPERTS
-from vllm_rocm_ops.models.layers import DELTA_NET, GATED_NORM, PREFILL
+from vllm_rocm_ops.models.layers import DELTA_NET, GATED_NORM, GATES, PREFILL
 from vllm_rocm_ops.vllm import coverage, seam
-from vllm_rocm_ops.vllm.moe import (
-    expert_support,
-    gate_calls,
-    quantized_input,
-    routing_experts,
-    routing_gate,
-    vllm_routing,
-)
+from vllm_rocm_ops.vllm.attention import rope_and_cache, rope_pre_attention
+from vllm_rocm_ops.vllm.moe import expert_support, quantized_input, routing_experts, vllm_routing
 
 TOKENS = 4
 LINEAR, NORM, ACTIVATION, EXPERTS_KIND, OTHER = "linear", "norm", "activation", "experts", ""
@@ -49,6 +43,7 @@ class Record:
     source: Record | None = None
     layer: str = ""
     block: str = ""
+    traits: tuple = ()
 
     @property
     def is_shared(self) -> bool:
@@ -62,6 +57,7 @@ class Step(TorchFunctionMode):
     def __init__(self, names: dict[torch.nn.Module, str], positions: int):
         super().__init__()
         self.names, self.positions, self.records, self.silent = names, positions, [], 0
+        self.modules = {name: module for module, name in names.items()}
         self.seen: set[torch.nn.Module] = set()
         self.makers: dict[int, Record] = {}
         self.kept: list[Tensor] = []  # else another tensor may get their storage's address
@@ -125,9 +121,6 @@ class Step(TorchFunctionMode):
             self.silent -= 1
 
 
-# What stops in each kind of layer
-
-
 def linear(step: Step, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     """Record a linear layer."""
     weight, method = getattr(layer, "weight", None), type(layer.quant_method).__name__
@@ -135,9 +128,14 @@ def linear(step: Step, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -
     n = next(filter(None, (getattr(layer, name, None) for name in sizes)))
     k = x.shape[-1]
     made = x.new_empty((*x.shape[:-1], n))
+    parent = parent_of(step, layer)
+    is_gated = rope_pre_attention.is_gate_beside(parent) and parent.o_proj is layer
     is_plain = method.startswith("Unquantized") and weight.dtype == x.dtype and x.dtype in HALVES
     if kernel := next(coverage.kernels_of(layer), None):
         op, quantization, traits = kernel.comparison.op, kernel.quantization, kernel.traits
+        if is_gated and quantization in GATES:
+            given = {"op": GATES[quantization][0].name, "parameters": (k, parent.attn.head_size)}
+            step.add(layer, OTHER, x, x, layer="output gate", **given)
     elif is_plain and "unquantized_linear" in seam.active():
         op, quantization, traits = ops.unquantized_gemm, UNQUANTIZED, ()
     else:
@@ -161,14 +159,30 @@ def norm(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, residual:
     weight = getattr(layer, "weight", None)
     is_gemma, is_heads = "Gemma" in type(layer).__name__, x.dim() > 2 and x.shape[0] == TOKENS
     is_taken = hasattr(layer, "rocm_ops_forward") and x.dtype in HALVES
-    is_taken = is_taken and not (is_gemma and (is_heads or residual is not None))  # these stay the compiler's
     is_taken = is_taken and isinstance(weight, Tensor) and weight.dtype == x.dtype and not rest and not more
-    parameters = (x.shape[-1], residual is not None, float(epsilon)) if is_taken else ()
+    parameters = (x.shape[-1], residual is not None, float(epsilon), *[True] * is_gemma) if is_taken else ()
     record = step.add(layer, NORM, x, made, parameters=parameters, runs="" if is_taken else type(layer).__name__)
     if residual is not None:
         step.kept.append(result[1])
     record.quantization = "heads" if is_heads and is_taken else None
+    if record.quantization:
+        record.traits = head_traits(parent_of(step, layer), is_gemma)
     return result
+
+
+def parent_of(step: Step, layer: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module that has a layer."""
+    return step.modules.get(step.names.get(layer, "").rpartition(".")[0])
+
+
+def head_traits(layer: torch.nn.Module | None, one_plus: bool) -> tuple:
+    """Return what is special of a layer's head norms and rotation, as `Traits` has it; nothing if nothing is."""
+    from vllm.config import get_current_vllm_config
+
+    rotary = getattr(layer, "rotary_emb", None)
+    sections = (0, 0) if rotary is None else rope_and_cache.sections_of(rotary, get_current_vllm_config())
+    traits = rope_pre_attention.Traits(one_plus, rope_pre_attention.is_gate_beside(layer), *sections)
+    return tuple(traits) if traits != rope_pre_attention.Traits() else ()
 
 
 def plain(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, *rest, **more):
@@ -338,95 +352,3 @@ def scheme(routed: torch.nn.Module) -> str | None:
 def spelled(dtype: torch.dtype) -> str:
     """Return a dtype's name."""
     return str(dtype).removeprefix("torch.")
-
-
-# Where they are stopped
-
-
-def install(step: Step, model: torch.nn.Module) -> None:
-    """Have the layers of a model record themselves instead of computing."""
-    from vllm.distributed.parallel_state import GroupCoordinator
-    from vllm.model_executor.custom_op import CustomOp
-    from vllm.model_executor.layers.linear import LinearBase
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    def instead(module: torch.nn.Module, recorded: Callable) -> None:
-        run = getattr(module, "forward_native", module.forward)
-        module.forward = lambda *given, **more: recorded(step, module, run, *given, **more)
-
-    for layer, gate in gate_calls.gates_of([model], [*quantized_input.layers_of(model)]):
-        cls = getattr(layer.routed_experts.quant_method, "experts_cls", None)
-        is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and not routing_gate.refusal(layer, gate)
-        is_ours = is_ours and bool(routes(layer.routed_experts) or vllm_routing.routing_of(layer))
-        if is_ours and gate.module.weight.dtype == torch.float32:
-            instead(gate.module, float_gate)
-    for module in model.modules():
-        name = type(module).__name__
-        if isinstance(module, (LinearBase, ParallelLMHead)):
-            module.quant_method = Stopped(module.quant_method, step)
-        elif isinstance(module, VocabParallelEmbedding):
-            module.forward = lambda ids, module=module: embedding(step, module, ids)
-        elif hasattr(module, "_forward_entry"):
-            module._forward_entry = lambda *given, module=module: forward_of_experts(module, *given)
-            module._apply_quant_method = lambda *_, module=module, **given: experts(
-                step, module, given["hidden_states"], given["router_logits"], given["shared_experts_input"]
-            )
-            module.routed_experts._ensure_moe_quant_config_init = lambda: None
-        elif hasattr(module, "kv_lora_rank") and hasattr(module, "impl"):
-            instead(module, latent_attention)
-        elif hasattr(module, "gqa_interleaved_layout") and hasattr(module, "in_proj_qkvz"):
-            instead(module, delta_net)
-        elif hasattr(module, "impl") and hasattr(module, "num_kv_heads"):
-            instead(module, attention)
-        elif "Norm" in name and not list(module.children()):
-            instead(module, norm)
-        elif hasattr(module, "rotary_dim") and hasattr(module, "forward_native"):
-            instead(module, rotation)
-        elif isinstance(module, CustomOp) and not any(isinstance(one, LinearBase) for one in module.modules()):
-            instead(module, plain)
-
-    def reduced(group, x: Tensor) -> Tensor:
-        if group.world_size == 1:
-            return x
-        made = torch.empty_like(x)
-        step.add("all-reduce", OTHER, x, made, layer="all-reduce")
-        return made
-
-    def gathered(group, x: Tensor, dim: int = -1) -> Tensor:
-        return torch.cat([x] * group.world_size, dim)
-
-    GroupCoordinator.all_reduce, GroupCoordinator.all_gather = reduced, gathered
-    GroupCoordinator.gather = lambda group, x, dst=0, dim=-1: gathered(group, x, dim)
-    GroupCoordinator.dispatch_router_logits = lambda group, hidden, logits, *_: (hidden, logits)
-    GroupCoordinator.combine = lambda group, hidden, *_: hidden
-
-
-class Stopped:
-    """A linear layer's method that records `apply`."""
-
-    def __init__(self, method, step: Step):
-        self.__dict__ |= vars(method) | {"method": method, "step": step}
-
-    def __getattr__(self, name: str):
-        return getattr(self.method, name)
-
-    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        layer.quant_method = self.method
-        try:
-            return linear(self.step, layer, x, bias)
-        finally:
-            layer.quant_method = self
-
-
-def embedding(step: Step, layer: torch.nn.Module, ids: Tensor) -> Tensor:
-    """Record an embedding, with its all-reduce."""
-    from vllm.distributed import tensor_model_parallel_all_reduce
-
-    made = torch.empty((*ids.shape, layer.embedding_dim), dtype=torch.get_default_dtype(), device="meta")
-    step.add(layer, OTHER, ids, made, layer="embedding")
-    return tensor_model_parallel_all_reduce(made)
-
-
-def forward_of_experts(runner: torch.nn.Module, hidden, logits, shared_input, input_ids=None, *_):
-    """Run what vLLM's opaque op runs."""
-    return runner._forward_impl(hidden, logits, shared_input, input_ids)

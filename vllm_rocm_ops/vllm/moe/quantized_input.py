@@ -105,7 +105,7 @@ class Beside(QuantComparison):
         from vllm_rocm_ops.vllm.graph import vllm_row_kernels
 
         norm = self.producer
-        plain = ops.fused_add_rms_norm.call(x, residual, norm.weight.data, norm.variance_epsilon)
+        plain = ops.fused_add_rms_norm.call(x, residual, norm.weight.data, norm.variance_epsilon, self.one_plus)
         return plain, *vllm_row_kernels.quantized(plain), residual
 
     def exact(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
@@ -186,12 +186,12 @@ def layer_of(result: fx.Node, readers: list[fx.Node]) -> fx.Node | None:
     return layers[0] if is_input else None
 
 
-def pattern(result: fx.Node, residual: fx.Node | None) -> str:
+def pattern(norm: Norm) -> str:
     """Return the key of a norm with two outputs in `choices`."""
     from vllm_rocm_ops.vllm.graph import fused_quant
 
-    rows = result.meta["val"]
-    return fused_quant.pattern(OP, rows.shape[-1], rows.dtype, residual is not None, False, False)
+    rows, has_residual = norm.result.meta["val"], norm.residual is not None
+    return fused_quant.pattern(OP, rows.shape[-1], rows.dtype, has_residual, False, False, norm.one_plus)
 
 
 def called(node: fx.Node) -> object:
@@ -211,7 +211,7 @@ def also_quantize(norm: Norm, readers: list[fx.Node], summed: Callable) -> bool:
     """
     from vllm_rocm_ops.vllm.graph import fused_quant, rewrite
 
-    wins = rewrite.choices.decisions.get(pattern(norm.result, norm.residual))
+    wins = rewrite.choices.decisions.get(pattern(norm))
     if not wins or OP.name in rewrite.choices.off or (layer := layer_of(norm.result, readers)) is None:
         return False
     given = {"quant_dtype": fused_quant.QUANT_DTYPE} | norm.arguments()

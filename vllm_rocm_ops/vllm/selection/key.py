@@ -36,6 +36,10 @@ SEPARATE = Baseline("separate")
 """The plugin's own kernels in two launches."""
 
 
+ONE_PLUS = " one-plus"
+"""The trait of norms that multiply by 1 + weight, in the shape of a pattern."""
+
+
 class Decode(NamedTuple):
     """Decode attention of one context length.
 
