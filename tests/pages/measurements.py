@@ -306,7 +306,7 @@ def backend_of(options: argparse.Namespace) -> str:
 
 
 def drafts_of(result: dict) -> str:
-    """Return a run's drafts, after a comma, with which times are those of steps."""
+    """Return the drafts of a run, after a comma. Its times are per step."""
     drafts = result.get("drafts")
     return drafts and f", {drafts['num_speculative_tokens']} {drafts['method']} drafts, per step" or ""
 
