@@ -204,7 +204,7 @@ COMMON |= {"copy_gb_s", "kernel", "chosen", "versions", "commit"}
 @pytest.mark.parametrize(
     ("options", "count", "case", "sizes", "found"),
     [
-        (["rows", "--batch", "2"], 9, "2x256 bfloat16", ["rows", "hidden"], {"differs_from_vllm"}),
+        (["rows", "--batch", "2"], 12, "2x256 bfloat16", ["rows", "hidden"], {"differs_from_vllm"}),
         (
             ["linear", "--batch", "2", "--tp", "2", "--op", "*scaled_mm"],
             8,

@@ -47,6 +47,7 @@ BOUNDS = {
         for the_op in large.HEADS
         if "addend" in the_op.Arguments._fields
     },
+    **{the_op: {("gate", 1): 2**31} for the_op in large.ROWS if "gate" in the_op.Arguments._fields},
     ops.block_scaled_mm: {("a", 0): 2**25, ("b", 0): 2**25, ("scale_b", 0): 2**33},  # 2^31 scales
     ops.flash_attention: {(name, dimension): 2**25 for name in "kv" for dimension in (0, 1, 2)},  # 2^24 elements
     ops.mxfp8_scaled_mm: {(name, 0): 2**24 for name in ("a", "b", "scale_a", "scale_b")},

@@ -95,6 +95,9 @@ def walk(code: CodeObject, kernel: KernelObject, visit: Callable[[State, State, 
             todo.append((at + 1, after))
 
 
+MORE_ARGUMENTS = "sigmoid_and_mul"  # kernels whose arguments for addresses are more than what is preloaded
+
+
 @pytest.mark.parametrize("arch", AMD)
 def test_rows_are_loaded_and_finished_without_waiting_for_scalars(arch):
     """Norms and activations load arguments, then scales along with the data, then compute the result.
@@ -110,7 +113,8 @@ def test_rows_are_loaded_and_finished_without_waiting_for_scalars(arch):
         def visit(before: State, after: State, ins: Instruction, name=kernel.name) -> bool:
             if before.loads and ins.encoding == "SMEM":
                 found.append(f"{name}: {ins.text} behind data")
-            if after.loads and not before.loads and before.chain > for_arguments + name.endswith("_general"):
+            waits = for_arguments + name.endswith("_general") + name.startswith(MORE_ARGUMENTS)
+            if after.loads and not before.loads and before.chain > waits:
                 found.append(f"{name}: data behind {before.chain} waits for scalar loads")
             if before.waited and after.chain > before.chain:
                 found.append(f"{name}: waits for a scalar load at {ins.address:#x}, after data")

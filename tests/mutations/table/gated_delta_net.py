@@ -55,7 +55,7 @@ BUGS = (
         "conv.transpose(1, 2) if is_dim_first() else conv", SEAM),
     Bug("a prefill that is not quantized", LAYER, "if core.kind: mla_v_up.quantize(made, out, scale, groups)",
         "if False: pass", SEAM),
-    Bug("a timed result whose state is not checked", TIMING, "[values[:tokens], state[slots.flatten()].flatten(1), ",
+    Bug("a timed result whose state is not checked", TIMING, "[values[:tokens], left.state[slots.flatten()].flatten(1), ",
         "[values[:tokens], ", SEAM),
     Bug("steps with drafts timed as without", TIMING, "self.rows = 1 + drafts", "self.rows = 1", SEAM),
     Bug("a gate that is no SiLU", "vllm/attention/gated_delta_net.py", "or norm.activation not in SILU", "", SEAM),
