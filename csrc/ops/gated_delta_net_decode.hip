@@ -16,6 +16,7 @@
 #include "device/divisor.h"
 #include "device/float8.h"
 #include "device/reduce.h"
+#include "device/sigmoid.h"
 
 constexpr int kSize = 128;                 // of K and of V
 constexpr int kRowLanes = 16;              // per row of S
@@ -87,7 +88,6 @@ DEVICE f32x2 sums_of(f32x2 x) {
   return {is_second ? other : sum, is_second ? sum : other};
 }
 DEVICE float exp_approx(float x) { return numerics::exp2_approx(x * kLog2E); }
-DEVICE float sigmoid(float x) { return numerics::rcp_approx(1.0f + exp_approx(-x)); }
 
 template <class S, bool kDrafts, int kThreads>
 struct GatedDeltaNet {

@@ -6,9 +6,7 @@
 // static output rounds y to T before quantization, as vLLM's compiled graph does. Dynamic outputs keep fp32 up to the
 // cast, as in ops/silu_and_mul.hip. Bytes per element: 4 (input and gate) + 1 (out).
 #include "device/gated_row.h"
-
-// exp(-x) as exp2(-x * log2(e)), as in silu(). 0 below x = -88.
-DEVICE float sigmoid(float x) { return numerics::rcp_approx(1.0f + numerics::exp2_approx(x * -1.4426950408889634f)); }
+#include "device/sigmoid.h"
 
 template <class T, Output kOutput>
 struct SigmoidAndMul {

@@ -19,15 +19,13 @@ from vllm_rocm_ops.vllm.attention import split
 from vllm_rocm_ops.vllm.graph import compiled_ops
 
 ADD_NORM = "vllm_ir::fused_add_rms_norm"
-VIEWS = "view", "reshape", "flatten", "unflatten", "contiguous", "to"
-"""Methods whose result may be their input's memory."""
 MAKERS = operator.add, operator.mul, operator.matmul, torch._C._nn.linear, torch.mm, torch.nn.functional.embedding
 """Functions besides ops whose result is memory of its own."""
 
 
 def memory_of(node: fx.Node) -> fx.Node:
     """Return the node whose memory a node's values may be."""
-    while split.calls_method(node, *VIEWS):
+    while split.calls_method(node, *split.MAY_ALIAS):
         node = node.args[0]
     return node
 
@@ -40,7 +38,7 @@ def is_last(node: fx.Node, reader: fx.Node) -> bool:
         return False
     aliases = [owner]
     for alias in aliases:
-        aliases += [user for user in alias.users if split.calls_method(user, *VIEWS)]
+        aliases += [user for user in alias.users if split.calls_method(user, *split.MAY_ALIAS)]
     return all(user <= reader or split.calls_method(user, "size") for alias in aliases for user in alias.users)
 
 

@@ -39,9 +39,8 @@ TORCH_OP = f"vllm_rocm_ops::{NAME}"
 """The ops at which vLLM splits a compiled model: vLLM's cache update, and the op that replaces it."""
 SPLITS = "split", "split_with_sizes", torch.functional.split
 VIEWS = "view", "reshape", "flatten", "unflatten"
-MAY_ALIAS = *VIEWS, "to", "contiguous"
 MAKERS = operator.add, operator.mul, torch._C._nn.linear, torch.addmm, torch.mm, torch._scaled_mm
-"""Methods whose result may be their input's memory, and functions besides ops whose result never is."""
+"""Methods whose result is a view, and functions besides ops whose result is memory of its own."""
 PASSES = "fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "enable_qk_norm_rope_fusion"
 """vLLM's passes that match the rotation."""
 OF_LAYER = (
@@ -240,7 +239,7 @@ def readers(node: fx.Node) -> list[fx.Node]:
 def is_own(node: fx.Node) -> bool:
     """True if nothing else reads a node's memory: a result, or a part of a split one, through views or copies."""
     while len(readers(node)) == 1:
-        if split.calls_method(node, *MAY_ALIAS):
+        if split.calls_method(node, *split.MAY_ALIAS):
             node = node.args[0]
         elif node.target is operator.getitem and node.args[0].target in SPLITS:
             parts = node.args[0]

@@ -108,6 +108,10 @@ def op_of(node: fx.Node) -> str:
     return name if node.op == "call_function" and "::" in name else ""
 
 
+MAY_ALIAS = "view", "reshape", "flatten", "unflatten", "to", "contiguous"
+"""Methods whose result may be their tensor's memory."""
+
+
 def calls_method(node: object, *names: str) -> bool:
     """True if a node calls one of a tensor's methods."""
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names
