@@ -360,12 +360,35 @@ def test_a_norm_before_two_projections_is_one_launch(dynamo, choices, decided): 
         assert (found.float() - exact.float()).norm() < 0.02 * exact.float().norm()
 
 
+@pytest.mark.parametrize("readers", [("block_scaled_linear",), ("block_scaled_linear", "add"), ()])
+def test_scales_of_either_order_where_the_plugins_linear_op_reads_them(dynamo, choices, readers):  # noqa: F811
+    """The baseline's kernel wants them column-major, and has them reordered (test_linear.py)."""
+    from test_graph import add_norm, quantizer
+
+    marked, _ = quantizer(KEYS[2], column_major_scales=True)
+    weight, b = torch.ones(256).bfloat16(), torch.zeros(128, 256).to(torch.float8_e4m3fn)
+
+    def function(x, held, weight, b, scale_b, product):
+        y, added = add_norm(x, held, weight.float() + 1.0)
+        values, scales = marked(y)
+        results = [y @ product, added]
+        if "block_scaled_linear" in readers:
+            linear = torch.ops.vllm_rocm_ops.block_scaled_linear
+            results.append(linear(values, b, scales, scale_b, torch.bfloat16, "none"))
+        return *results, *((values, scales + 1) if readers != ("block_scaled_linear",) else ())
+
+    choices.decisions = {norm_outputs.pattern(256, torch.bfloat16, True): True}
+    x, held, product = (torch.zeros(n, 256).bfloat16() for n in (5, 5, 256))
+    _, names = piece(function, x, held, weight, b, torch.ones(1, 2), product, donated=[1])
+    assert ("rms_norm_and_per_block_quant" in called(names)) is (readers == ("block_scaled_linear",))
+
+
 def test_the_norm_before_two_projections_is_measured(made, monkeypatch):
     block = made()
     layer = torch.nn.Module()
     layer.in_proj_qkvz, layer.in_proj_ba = block.attention.qkv_proj, torch.nn.Linear(256, 8)
     layer.norm, linear = block.before, layer.in_proj_qkvz
-    linear.vllm_rocm_ops_quantize, linear.vllm_rocm_ops_column_major_scales = linear.quant_method.quantize, False
+    linear.vllm_rocm_ops_quantize, linear.vllm_rocm_ops_takes_rows = linear.quant_method.quantize, True
     linear.input_size_per_partition = 256
     from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym
 
@@ -378,5 +401,5 @@ def test_the_norm_before_two_projections_is_measured(made, monkeypatch):
     one.producer.vllm_forward = one.producer.forward_native
     assert str(one.key) == "rms_norm_and_per_block_quant 256 bfloat16 residual one-plus beside a linear layer compiled"
     require_near(one)
-    linear.vllm_rocm_ops_column_major_scales = True
+    linear.vllm_rocm_ops_takes_rows = False
     assert [*norm_outputs.norms_before_two(layer, True)] == []

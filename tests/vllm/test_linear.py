@@ -183,6 +183,24 @@ def test_quantized_input_is_taken(make, kind):
     close(output - bias, torch.ops.vllm_rocm_ops.silu_and_mul(gate_up), exact)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("wants", ["row-major", "column-major"])
+def test_vllms_kernel_reads_scales_in_its_order(make, wants, compiled):
+    """The op reads either order, and a launch before may have written rows for it."""
+    layer, kernel, _ = make("block", Baseline)
+    kernel.quant_fp8.column_major_scales = wants == "column-major"
+    values, rows = random(MANY, K).to(FP8), random(MANY, K // 128).abs()
+    for scales in (rows, rows.t().contiguous().t())[: 1 + (wants == "column-major")]:
+        given = values, layer.weight, scales, layer.weight_scale_inv
+        if compiled:
+            torch.ops.vllm_rocm_ops.block_scaled_linear(*given, torch.bfloat16, kernel.baseline_name)
+        else:
+            kernel.apply_block_scaled_mm(*given)
+        read = kernel.baseline.calls[-1]["As"]
+        assert read.equal(rows) and read.stride(0 if wants == "column-major" else 1) == 1
+        assert (read.data_ptr() == scales.data_ptr()) is (scales.stride() == read.stride())
+
+
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_batch_invariant_layers_take_no_quantized_input(make, kind, monkeypatch):
     """vLLM's path through them reads the input as a tensor."""

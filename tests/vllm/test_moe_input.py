@@ -174,13 +174,14 @@ def test_experts_take_what_they_were_handed(monkeypatch):
     assert not takes(block, hidden)
 
 
-@pytest.mark.parametrize("kind", ["rows", "columns", "powers of two"])
+@pytest.mark.parametrize("kind", ["rows", "columns", "either", "powers of two"])
 def test_shared_experts_take_it_in_rows(configuration, kind):
     """A block-scaled kernel takes values and scales if it accepts this layout of scales; others quantize their input."""
     got = []
 
     class Kernel(Fp8BlockScaledMMLinearKernel):
         is_supported = can_implement = classmethod(lambda cls, *_: (True, None))
+        takes_either_order = kind == "either"
 
         def __init__(self):
             self.rocm_ops_input_key, self.use_triton = fused_quant.kFp8Dynamic128Sym, False
@@ -196,7 +197,7 @@ def test_shared_experts_take_it_in_rows(configuration, kind):
             return torch.zeros(len(A), len(B), dtype=torch.bfloat16)
 
     class Quantize:
-        column_major_scales, use_ue8m0 = kind == "columns", kind == "powers of two"
+        column_major_scales, use_ue8m0 = kind in ("columns", "either"), kind == "powers of two"
 
         def __call__(self, x, *_, **__):
             return quantization.per_token(x.float(), FP8, None)
@@ -207,8 +208,9 @@ def test_shared_experts_take_it_in_rows(configuration, kind):
         kernel.apply_weights(None, x)
         kernel.apply_weights(None, x.clone())
     kernel.apply_weights(None, x)
-    assert [As is scales for _, As in got] == [kind == "rows", False, False]
-    assert (got[0][0].data_ptr() == values.data_ptr()) is (kind == "rows")
+    takes = kind in ("rows", "either")
+    assert [As is scales for _, As in got] == [takes, False, False]
+    assert (got[0][0].data_ptr() == values.data_ptr()) is takes
 
 
 SEEDS = {"deepseek": (4, 5, 8), "qwen3_moe": (470, 472, 794)}

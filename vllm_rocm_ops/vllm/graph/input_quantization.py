@@ -58,6 +58,7 @@ def install() -> None:
         if kernel.input_quant_key() is not None and not envs.VLLM_BATCH_INVARIANT:
             layer.vllm_rocm_ops_quantize = compiled_ops.quantizer(layer, kernel)
             layer.vllm_rocm_ops_column_major_scales = kernel.quant_fp8.column_major_scales
+            layer.vllm_rocm_ops_takes_rows = takes_rows(kernel, kernel.input_quant_key())
             expose_input_quant_key(layer, kernel)
 
     def advertise(base) -> None:
@@ -82,9 +83,9 @@ def install() -> None:
 
     def takes_rows(kernel, key) -> bool:
         """True if a kernel supports float32 scales per 128 columns, contiguous per row."""
-        quant = kernel.quant_fp8
+        quant, either = kernel.quant_fp8, getattr(kernel, "takes_either_order", False)
         return key == fused_quant.kFp8Dynamic128Sym and not (
-            quant.column_major_scales or quant.use_ue8m0 or getattr(quant, "tma_aligned_scales", False)
+            (quant.column_major_scales and not either) or quant.use_ue8m0 or getattr(quant, "tma_aligned_scales", False)
         )
 
     quantize_and_multiply = Fp8BlockScaledMMLinearKernel.apply_weights

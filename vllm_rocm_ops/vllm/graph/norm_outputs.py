@@ -81,10 +81,17 @@ def norms_before_two(model: torch.nn.Module, compiles: bool) -> Iterator[QuantCo
         width = model_queries.width(quantized)
         key = fused_quant.made_for(quantized, width, (fused_quant.kFp8Dynamic128Sym,))
         norms = [norm for norm in model_queries.norms(model) if len(norm.weight) == width]
-        if key is not None and norms and not quantized.vllm_rocm_ops_column_major_scales and width % BLOCK == 0:
+        if key is not None and norms and quantized.vllm_rocm_ops_takes_rows and width % BLOCK == 0:
             baseline = compilation.baseline_of(get_current_vllm_config(), model)(True, has_pass=False)
             yield BothOutputs(norms[0], quantized, norms[0].weight.dtype, baseline)
             return
+
+
+def takes_either_order(marker: fx.Node) -> bool:
+    """True if only the plugin's linear op, which takes scales in either order, reads the scales of a quantization."""
+    scales = [part for part in marker.users if part.args[1] == 1]
+    op = torch.ops.vllm_rocm_ops.block_scaled_linear.default
+    return all(reader.target is op for part in scales for reader in part.users)
 
 
 def also_quantize(norm: Norm, readers: list[fx.Node], quantizes: list[fx.Node], summed: Callable) -> bool:
@@ -111,7 +118,8 @@ def also_quantize(norm: Norm, readers: list[fx.Node], quantizes: list[fx.Node], 
     given = {"quant_dtype": given["quant_dtype"]} | norm.arguments()
     values = fx.map_arg(given, lambda node: node.meta["val"])
     makes = OP.allocate(OP.Arguments(**{name: values[name] for name in OP.Arguments._fields if name in values}))
-    if not serves or not queries.are_alike(makes[1:], quantizes[0].meta["val"]):
+    wanted = quantizes[0].meta["val"][: 1 if all(map(takes_either_order, quantizes)) else 2]
+    if not serves or not queries.are_alike(makes[1 : 1 + len(wanted)], wanted):
         return False
     outputs = rewrite.insert(norm, OP, given, [], summed(norm, OP, given), makes)
     for marker in quantizes:

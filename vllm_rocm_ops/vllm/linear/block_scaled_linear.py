@@ -26,6 +26,12 @@ def block_scaled_linear(
     return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
 
+def in_order(kernel, scale: Tensor) -> Tensor:
+    """Return scales [M, K / 128] in the order that a kernel of vLLM's reads. The op reads either."""
+    is_other = kernel.quant_fp8.column_major_scales and scale.shape[0] > 1 and scale.stride(0) != 1
+    return scale.t().contiguous().t() if is_other else scale
+
+
 class BlockScaledLinear(linear_base.Linear):
     """Describe `block_scaled_linear` for timing. A layer: the arguments except a and its scale."""
 
@@ -37,7 +43,8 @@ class BlockScaledLinear(linear_base.Linear):
         )
 
     def baseline(self, a, b, scale_a, scale_b, out_dtype, baseline_name):
-        return linear_base.baseline_named(baseline_name).apply_block_scaled_mm(A=a, B=b, As=scale_a, Bs=scale_b)
+        kernel = linear_base.baseline_named(baseline_name)
+        return kernel.apply_block_scaled_mm(A=a, B=b, As=in_order(kernel, scale_a), Bs=scale_b)
 
     def op_arguments(self, a, b, scale_a, scale_b, out_dtype, baseline_name):
         return a, b, scale_a, scale_b, out_dtype
@@ -90,7 +97,7 @@ def install() -> None:
     class RocmOpsBlockScaledLinear(linear_base.HasBaseline, TABLE.base_class()):
         """Choose between `block_scaled_mm` and vLLM's kernel."""
 
-        table, comparison, quantization = TABLE, COMPARISON, BLOCKS
+        table, comparison, quantization, takes_either_order = TABLE, COMPARISON, BLOCKS, True
 
         @classmethod
         def can_implement(cls, config):
@@ -126,6 +133,8 @@ def install() -> None:
         def apply_block_scaled_mm(self, A, B, As, Bs):
             out_dtype = self.config.out_dtype
             if self.order is None or linear_base.baseline_serves(self, A):
+                if As.stride(0) != 1 and self.quant_fp8.column_major_scales:
+                    As = in_order(self, As)
                 return self.baseline.apply_block_scaled_mm(A=A, B=B, As=As, Bs=Bs)
             if self.baseline is None:
                 weight = weight_order.fragments_of(B) if self.order == "fragments" else B
