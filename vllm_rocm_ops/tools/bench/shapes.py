@@ -17,6 +17,7 @@ from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.models.fused_calls import EXPERT_GATES
 from vllm_rocm_ops.ops.shared import weight_layout
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.tools.bench.baselines import Baseline, baselines
@@ -135,6 +136,17 @@ def rows(tokens: Iterable[int] = ROWS, dtype: torch.dtype = torch.bfloat16) -> I
     for (op, (arguments, *parameters)), h, m in itertools.product(ROW_OPS.items(), HIDDEN, tokens):
         name = f"{m}x{h} {str(dtype).removeprefix('torch.')}"
         yield Shape(op, made_case(name, dtype, arguments, m, h, *parameters), {"rows": m, "hidden": h}, beside_vllm)
+
+
+SHARED_EXPERTS = {"qwen3-next tp1": (512, 2048), "qwen3-next tp4": (128, 2048), "qwen3.5-397b tp1": (1024, 4096)}
+"""Columns of a shared expert with a gate, and of its tokens."""
+
+
+def expert_gates(tokens: Iterable[int] = ROWS) -> Iterator[Shape]:
+    """Yield activations of shared experts with a gate."""
+    for (op, arguments), (name, (h, k)), m in itertools.product(EXPERT_GATES.values(), SHARED_EXPERTS.items(), tokens):
+        case = made_case(f"{name} {m}x{h}", torch.bfloat16, arguments, m, h, k)
+        yield Shape(op, case, {"rows": m, "hidden": h, "columns": k})
 
 
 def beside_vllm(op: Op, arguments: tuple) -> Check:
