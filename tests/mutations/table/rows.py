@@ -62,7 +62,7 @@ BUGS = (
         'hasattr(linear, "vllm_rocm_ops_quantize")', "True", Tests("test_expert_gate.py")),
     Bug("a gate of another class taken", "vllm/moe/shared_expert_gate.py", "if type(gate) not in compat.gate_classes():",
         "if False:", Tests("test_expert_gate.py")),
-    Bug("a layer that halves the gated result taken", "vllm/graph/model_queries.py",
+    Bug("a layer with another function of its gate taken", "vllm/graph/model_queries.py",
         "return torch.allclose(made[0], 5.0 * given * torch.sigmoid(logits)) and", "return True or",
         Tests("test_expert_gate.py")),
     Bug("the activation of a gated layer missed in every graph", "vllm/coverage.py",

@@ -165,11 +165,12 @@ def gates(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:
 
     if None not in fused_quant.runnable_gates():
         return
-    opaque, dtype = model_queries.opaque(model), get_current_vllm_config().model_config.dtype
+    opaque = model_queries.opaque(model)
     for layer in model_queries.gated(model):
         is_eager = layer in opaque or not compiles
         if getattr(layer, "expert_gate", None) is None or not is_eager or not model_queries.is_gated(layer):
             continue
+        dtype = get_current_vllm_config().model_config.dtype
         if why := refusal(layer, dtype):
             expert_support.say_refused(why, "gates of shared experts")
             continue
