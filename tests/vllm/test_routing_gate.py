@@ -330,7 +330,7 @@ def test_it_is_checked_and_timed_beside_both_pairs_of_launches(monkeypatch, rout
     assert first.key.shape == second.key.shape and f"8x256 bfloat16 top {TOPK}" in first.key.shape
     assert first.state == second.state == ("off" if fault else "measured"), (first.why, first.plugin_by_tokens)
     if not fault:
-        assert first.plugin_by_tokens == second.plugin_by_tokens == bytes([0, 1, 1]) + bytes(14), first.why
+        assert first.plugin_by_tokens == second.plugin_by_tokens == bytes([0, 1, 1]) + bytes(62), first.why
         assert called(layer, inputs(2))[1] == FUSED
 
 
