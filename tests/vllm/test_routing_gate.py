@@ -268,6 +268,7 @@ def test_gates_that_stay(why):
         "fp16 weight": "gates of torch.float16 with torch.bfloat16 tokens and logits of torch.float16",
         "other experts": "gates of 4 experts in layers of 8",
         "a class of its own": "gates of other classes",
+        "a gate with the shared experts'": "with the shared experts'",
         "data parallel": "gates whose tokens move between ranks",
     }.items(),
 )
