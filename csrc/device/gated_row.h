@@ -33,6 +33,10 @@ struct GatedHeads {
   }
 };
 
+// True if an activation loads something per row. The threads of the block call it once, after the row's own loads.
+template <class Activation>
+constexpr bool kLoadsMore = requires(Activation activation) { activation.load(0); };
+
 // hidden is a multiple of 8; gate, up and out are 16-byte aligned. The block processes the chunks from `first` on,
 // kChunks per thread.
 template <class T, Output kOutput, int kChunks, class Row, class Activation>
@@ -46,6 +50,7 @@ DEVICE void gated_vector(Row row, int first, Activation activation, GatedOutput<
     gate[i] = mem::load_vector_or_zero(row.gate, row.at(chunks.index[i] * kChunk) / kChunk, chunks.in_bounds[i]);
     up[i] = mem::load_vector_or_zero(row.up, chunks.index[i], chunks.in_bounds[i]);
   }
+  if constexpr (kLoadsMore<Activation>) activation.load(output.threads);
   output.locate(row.hidden);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
@@ -60,6 +65,7 @@ DEVICE void gated_vector(Row row, int first, Activation activation, GatedOutput<
 // Any hidden size and alignment: one block per row, one element per access.
 template <class T, Output kOutput, class Row, class Activation>
 DEVICE void gated_general(Row row, Activation activation, GatedOutput<T, kOutput> output) {
+  if constexpr (kLoadsMore<Activation>) activation.load(output.threads);
   output.locate(row.hidden);
   output.store_elements(row.hidden, [&](int column) {
     return activation(load_element<T>(row.gate, row.at(column)), load_element<T>(row.up, column));

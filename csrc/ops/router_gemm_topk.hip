@@ -8,9 +8,9 @@
 // adds the slices of each token in K order, rounds, and routes. Logits of a bf16 weight have the bits of
 // unquantized_gemm with the same slices, weights and ids the bits of grouped_topk with these logits.
 //
-// With a float32 weight (gemm/skinny/float_weights.h), groups of kTokens tokens have blocks and a counter of their own.
-// They read the weight again from a cache, and their last blocks add and route at once: for many tokens that takes
-// longer than the GEMM.
+// Groups of up to kTokens tokens have blocks and a counter of their own. They read the weight again from a cache, and their
+// last blocks add and route at once: for many tokens that takes longer than the GEMM. gemm/skinny/float_weights.h
+// multiplies float32 weights.
 //
 // A wave of the last block routes a token. Each lane adds and keeps the kValues experts that it routes, so that sums
 // need no LDS. Two tokens' sums are loaded at once. Biases are loaded before the GEMM: after it, their latency would show.
@@ -20,7 +20,7 @@
 #include "gemm/skinny/wave_split_k.h"
 
 struct RouterProblem : SkinnyProblem {
-  int blocks;
+  int blocks, group_tokens;
   TopkRouting routing;  // without logits
 };
 
@@ -129,11 +129,12 @@ struct RouterGemm {
 };
 
 // The problem of a block's group of tokens.
-DEVICE RouterProblem of_group(RouterProblem p, int tokens, int logit_bytes) {
-  const int group = wave::block_id_y(), first = group * tokens, left = p.m - first;
+DEVICE RouterProblem of_group(RouterProblem p, int most_tokens, int logit_bytes) {
+  const int group = wave::block_id_y(), first = group * p.group_tokens, left = p.m - first;
   TopkRouting& r = p.routing;
   p.a += i64(first) * p.a_stride;
   p.out = (u8*)p.out + first * p.n * logit_bytes;
+  const int tokens = p.group_tokens < most_tokens ? p.group_tokens : most_tokens;  // so that the bound is known
   p.m = left < tokens ? left : tokens;
   p.partials += group * p.group_partials;
   p.counters += group;
@@ -143,25 +144,22 @@ DEVICE RouterProblem of_group(RouterProblem p, int tokens, int logit_bytes) {
   return p;
 }
 
-#define ROUTER_GEMM(symbol, tokens, values)                                       \
-  KERNEL((RouterGemm<Bf16, tokens, values>::Gemm::kThreads), tokens == 8 ? 4 : 3) \
-  symbol(RouterProblem problem) { RouterGemm<Bf16, tokens, values>{problem}.run(); }
-#define ROUTER_GEMM_OF_GROUPS(symbol, tokens, values)                   \
-  KERNEL((RouterGemm<Bf16Fp32, tokens, values>::Gemm::kThreads), 2)     \
-  symbol(RouterProblem problem) {                                       \
-    const RouterProblem own = of_group(problem, tokens, sizeof(float)); \
-    RouterGemm<Bf16Fp32, tokens, values>{own}.run();                    \
+#define ROUTER_GEMM(symbol, Type, tokens, values, waves)                                  \
+  KERNEL((RouterGemm<Type, tokens, values>::Gemm::kThreads), waves)                       \
+  symbol(RouterProblem problem) {                                                         \
+    const RouterProblem own = of_group(problem, tokens, sizeof(LogitsOf<Type>::Element)); \
+    RouterGemm<Type, tokens, values>{own}.run();                                          \
   }
 
-ROUTER_GEMM(router_gemm_topk_x4_wave_splitk_8, 8, 4)
-ROUTER_GEMM(router_gemm_topk_x8_wave_splitk_8, 8, 8)
-ROUTER_GEMM(router_gemm_topk_x16_wave_splitk_8, 8, 16)
-ROUTER_GEMM(router_gemm_topk_x4_wave_splitk_16, 16, 4)
-ROUTER_GEMM(router_gemm_topk_x8_wave_splitk_16, 16, 8)
-ROUTER_GEMM(router_gemm_topk_x16_wave_splitk_16, 16, 16)
-ROUTER_GEMM_OF_GROUPS(router_gemm_topk_fp32_x4_wave_splitk_8, 8, 4)
-ROUTER_GEMM_OF_GROUPS(router_gemm_topk_fp32_x8_wave_splitk_8, 8, 8)
-ROUTER_GEMM_OF_GROUPS(router_gemm_topk_fp32_x16_wave_splitk_8, 8, 16)
-ROUTER_GEMM_OF_GROUPS(router_gemm_topk_fp32_x4_wave_splitk_16, 16, 4)
-ROUTER_GEMM_OF_GROUPS(router_gemm_topk_fp32_x8_wave_splitk_16, 16, 8)
-ROUTER_GEMM_OF_GROUPS(router_gemm_topk_fp32_x16_wave_splitk_16, 16, 16)
+ROUTER_GEMM(router_gemm_topk_x4_wave_splitk_8, Bf16, 8, 4, 4)
+ROUTER_GEMM(router_gemm_topk_x8_wave_splitk_8, Bf16, 8, 8, 4)
+ROUTER_GEMM(router_gemm_topk_x16_wave_splitk_8, Bf16, 8, 16, 4)
+ROUTER_GEMM(router_gemm_topk_x4_wave_splitk_16, Bf16, 16, 4, 3)
+ROUTER_GEMM(router_gemm_topk_x8_wave_splitk_16, Bf16, 16, 8, 3)
+ROUTER_GEMM(router_gemm_topk_x16_wave_splitk_16, Bf16, 16, 16, 3)
+ROUTER_GEMM(router_gemm_topk_fp32_x4_wave_splitk_8, Bf16Fp32, 8, 4, 2)
+ROUTER_GEMM(router_gemm_topk_fp32_x8_wave_splitk_8, Bf16Fp32, 8, 8, 2)
+ROUTER_GEMM(router_gemm_topk_fp32_x16_wave_splitk_8, Bf16Fp32, 8, 16, 2)
+ROUTER_GEMM(router_gemm_topk_fp32_x4_wave_splitk_16, Bf16Fp32, 16, 4, 2)
+ROUTER_GEMM(router_gemm_topk_fp32_x8_wave_splitk_16, Bf16Fp32, 16, 8, 2)
+ROUTER_GEMM(router_gemm_topk_fp32_x16_wave_splitk_16, Bf16Fp32, 16, 16, 2)

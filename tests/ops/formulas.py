@@ -151,6 +151,18 @@ def silu_and_mul_with_clamp(before, after, outputs: tuple) -> Found:
     yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
 
 
+def silu_and_mul_with_expert_gate(before, after, outputs: tuple) -> Found:
+    a = before
+    gate, up = exact(a.input).chunk(2, -1)
+    terms = exact(a.tokens) * exact(a.expert_gate[0])
+    factor = torch.sigmoid(terms.sum(-1, keepdim=True))
+    of_logit = (OF_TERMS + EXPONENT) * terms.abs().sum(-1, keepdim=True) * (1 - factor)  # of the sigmoid, relative
+    y = silu(gate) * up * factor
+    of_sigmoids = SIGMOID * ((gate * up).abs() * factor + (silu(gate) * up).abs()) + MIN[a.input.dtype] * up.abs()
+    off = (FP32 + of_logit) * y.abs() + rounded(y, a.input.dtype) + of_sigmoids
+    yield from output(a, y, off, outputs, getattr(a, "group_size", None), bounds_scale=hasattr(a, "group_size"))
+
+
 def sigmoid_and_mul(before, after, outputs: tuple) -> Found:
     a = before
     x, gate = exact(a.input), exact(a.gate).reshape(a.input.shape)
@@ -875,6 +887,10 @@ FORMULAS: dict[str, Callable[..., Found]] = {
             for kind in ("", "_quant", "_per_token_quant", "_per_block_quant", "_mxfp8_quant")
         ),
         silu_and_mul_with_clamp,
+    ),
+    **dict.fromkeys(
+        (f"silu_and_mul_with_expert_gate{kind}" for kind in ("", "_quant", "_per_token_quant", "_per_block_quant")),
+        silu_and_mul_with_expert_gate,
     ),
     **dict.fromkeys(
         (f"sigmoid_and_mul{kind}" for kind in ("_quant", "_per_token_quant", "_per_block_quant", "_mxfp8_quant")),

@@ -24,7 +24,7 @@ from vllm_rocm_ops.core.correctness import generator_of
 
 STEPS = sorted((2**power + of for power in range(20, 35) for of in (4096, -4096)), reverse=True)  # bytes
 FAR, FARTHEST = 2**31 - 2**26, 2**35  # bytes from an argument's first to its last; 64 rows below 32 MB reach the former
-COLUMN = "a column, by the contract"
+COLUMN, ROW = "a column, by the contract", "one row, by the contract"
 OWN = {
     (ops.router_gemm_topk, "x"): "test_last_group_of_long_rows",
     (ops.gemm, "a"): "test_rows_and_columns_of_any_product",
@@ -34,6 +34,7 @@ OWN = {
     (ops.scaled_mm, "scale_b"): COLUMN,
     (ops.scaled_mm_silu_and_mul_quant, "scale_a"): COLUMN,
     (ops.scaled_mm_silu_and_mul_quant, "scale_b"): COLUMN,
+    **{(the_op, "expert_gate"): ROW for the_op in large.ROWS if "expert_gate" in the_op.Arguments._fields},
     (ops.stream_memory, "words"): "test_last_of_a_long_stream",
 }
 """Arguments that are not lengthened here, with the test that lengthens them or what bounds them."""

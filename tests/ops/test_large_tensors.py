@@ -267,7 +267,7 @@ EMULATED = pytest.mark.parametrize("arch_name", CHIPS)
 def test_last_of_many_rows(the_op, arch_name):
     case = next(c for c in the_op.cases() if c.name == "bf16")
     arguments = case.make("cpu", generator_of(case.name), archs.named(arch_name).fp8_dtype)
-    rows_of = tuple(n for n in ("input", "gate", "residual") if n in the_op.Arguments._fields)
+    rows_of = tuple(n for n in ("input", "gate", "tokens", "residual") if n in the_op.Arguments._fields)
     check_last_rows(the_op, arguments, rows_of, 2**31 // 4096 + 5, 3, arch_name)
 
 

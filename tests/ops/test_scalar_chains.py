@@ -35,6 +35,7 @@ DIVIDES = {  # by the prefix of kernels' names
 LATE = (
     "_mxfp8_quant",
     "_with_clamp",
+    "_with_expert_gate",
 )  # norms and activations that load arguments after the data, as firmware does not preload them
 PRELOADING = ("gfx942",)  # archs whose kernels ask for it: csrc/build.py
 PRELOADED = 14  # words

@@ -42,6 +42,21 @@ def install_absent() -> None:
     mamba_utils.batch_memcpy = copy_all
 
 
+def keep_expert_gates() -> None:
+    """Leave the weights of shared experts' gates as they are, which vLLM packs on a CPU."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    prepare = UnquantizedLinearMethod.process_weights_after_loading
+
+    def process_weights_after_loading(self, layer):
+        if len(layer.weight) == 1:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            prepare(self, layer)
+
+    UnquantizedLinearMethod.process_weights_after_loading = process_weights_after_loading
+
+
 def copy_all(sources: Tensor, destinations: Tensor, sizes: Tensor) -> None:
     """Copy memory by addresses and bytes."""
     for source, destination, size in zip(sources.tolist(), destinations.tolist(), sizes.tolist()):

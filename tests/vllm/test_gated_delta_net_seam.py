@@ -284,7 +284,12 @@ LONG_SEEDS, DRAFTED_SEEDS = (41, 56, 72), (154, 173, 238)
 PLUGIN_ONLY = "dense", "static"
 """Models whose linear layers vLLM's CPU build lacks."""
 RUN = [name for name in MODELS if FULL or name != "static"]
-BEFORE = f"{PLAIN_NUMBA}\nimport delta_net\ndelta_net.install_absent()\n"
+BEFORE = f"""{PLAIN_NUMBA}
+import delta_net
+delta_net.install_absent()
+delta_net.keep_expert_gates()
+"""
+EXPERT_GATE = "silu_and_mul_with_expert_gate_per_token_quant"
 
 
 def jobs(engines, names, switch: str) -> dict[str, dict]:
@@ -341,6 +346,7 @@ def test_tokens_are_vllms(request, plugin, name):
     wanted = (plugin if name in PLUGIN_ONLY else request.getfixturevalue("alone"))[f"{name} 0"]
     assert OP.name not in wanted["stats"] and found["tokens"] == wanted["tokens"]
     calls = sum(found["stats"][OP.name].values())
+    assert (EXPERT_GATE in found["stats"]) is (name not in PLUGIN_ONLY) and EXPERT_GATE not in wanted["stats"]
     if name == "drafts":
         assert found["accepted"] > 0 and "8" in found["rows"][OP.name]
         return
@@ -382,3 +388,4 @@ def test_tokens_in_other_releases(engines, alone, release, tmp_path):
     for name in names:
         assert found[f"{name} 1"]["tokens"] == alone[f"{name} 0"]["tokens"], name
         assert sum(found[f"{name} 1"]["stats"][OP.name].values()) >= LAYERS * (STEPS - 2)
+        assert EXPERT_GATE in found[f"{name} 1"]["stats"], name

@@ -175,6 +175,8 @@ def test_what_kernels_do_not_take_is_vllms_on_a_gpu(name, shape, one_plus, monke
         "input": random(*shape, 3 * HIDDEN)[..., : HIDDEN * (2 if "silu" in name else 1)],
         "residual": random(*shape, 2 * HIDDEN)[..., :HIDDEN],
         "gate": random(*shape, HIDDEN).roll(64, -1),
+        "tokens": random(*shape, HIDDEN).roll(32, -1),
+        "expert_gate": random(1, HIDDEN) / 8,
         "weight": 1 + 0.1 * random(HIDDEN),
         "epsilon": 1e-6,
         "scale": torch.tensor([0.02]),

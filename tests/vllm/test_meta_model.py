@@ -44,7 +44,7 @@ WANTED = {
     "qwen3-next-80b-a3b-fp8": (2, {
         "in_proj_qkvz": ("block_scaled_mm", (6144, 2048), 36), "qkv": ("block_scaled_mm", (4608, 2048), 12),
         "Gated DeltaNet": ("vLLM's convolution and recurrence", (8, 16, True, "bfloat16"), 36),
-        "shared down": ("block_scaled_mm", (2048, 256), 48),
+        "shared down": ("block_scaled_mm", (2048, 256), 48), "shared gate": ("unquantized_gemm", (1, 2048), 48),
         "experts": ("fused_experts", (512, 512, 10, 2048, 256, "block"), 48),
         "norms of q and k": ("", (True, True, 0, 0), 12), "rotation": ("", (64,), 12),
         "input norm": ("rms_norm", (2048, False, 1e-06, True), 48),

@@ -268,6 +268,7 @@ def test_gates_that_stay(why):
         "fp16 weight": "gates of torch.float16 with torch.bfloat16 tokens and logits of torch.float16",
         "other experts": "gates of 4 experts in layers of 8",
         "a class of its own": "gates of other classes",
+        "a gate with the shared experts'": "with the shared experts'",
         "data parallel": "gates whose tokens move between ranks",
     }.items(),
 )
@@ -330,7 +331,7 @@ def test_it_is_checked_and_timed_beside_both_pairs_of_launches(monkeypatch, rout
     assert first.key.shape == second.key.shape and f"8x256 bfloat16 top {TOPK}" in first.key.shape
     assert first.state == second.state == ("off" if fault else "measured"), (first.why, first.plugin_by_tokens)
     if not fault:
-        assert first.plugin_by_tokens == second.plugin_by_tokens == bytes([0, 1, 1]) + bytes(14), first.why
+        assert first.plugin_by_tokens == second.plugin_by_tokens == bytes([0, 1, 1]) + bytes(62), first.why
         assert called(layer, inputs(2))[1] == FUSED
 
 

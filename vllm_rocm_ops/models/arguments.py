@@ -63,6 +63,22 @@ def dynamic_gate(tokens: int, inputs: Inputs, hidden: int, size: int) -> tuple:
     return gate(tokens, inputs, hidden, size, inputs.fp8_dtype)
 
 
+def expert_gate(tokens: int, inputs: Inputs, hidden: int, columns: int, *more) -> tuple:
+    """Return arguments of a shared expert's gated activation, with tokens of `columns`, unquantized or with `more` arguments."""
+    gate = inputs.values(1, columns) * columns**-0.5
+    return inputs.values(tokens, 2 * hidden), inputs.values(tokens, columns), gate, *more
+
+
+def static_expert_gate(tokens: int, inputs: Inputs, hidden: int, columns: int) -> tuple:
+    """Return arguments of a shared expert's gated activation with a static scale."""
+    return expert_gate(tokens, inputs, hidden, columns, inputs.scales(1), inputs.fp8_dtype)
+
+
+def dynamic_expert_gate(tokens: int, inputs: Inputs, hidden: int, columns: int) -> tuple:
+    """Return arguments of a shared expert's gated activation with dynamic scales."""
+    return expert_gate(tokens, inputs, hidden, columns, inputs.fp8_dtype)
+
+
 def activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
     """Return arguments of an unquantized SwiGLU, or one to MX-FP8."""
     return (inputs.values(tokens, 2 * hidden),)

@@ -31,9 +31,22 @@ ATTENTION, QUANTIZATION, V_UP = "attention", "o's input quantization", "W_UV"
 HEAD_NORMS, ROTATION, CACHE_WRITE = "norms of q and k", "rotation", "cache write"
 """Launches around attention, the only one of them that is an op by itself."""
 SHARED_QUANTIZATION, EXPERTS_NORM, EXPERTS = "shared experts' input quantization", "post-attention norm", "experts"
-SHARED_SUM = "sum with shared experts"
+SHARED_SUM, SHARED_ACTIVATION, SHARED_GATE = "sum with shared experts", "shared SwiGLU", "shared gate"
 PLAIN_ROUTING = 1, 1, "softmax", 1.0, False
 """`grouped_topk`'s parameters with which it routes as `topk_softmax`: groups, scores, scale, and whether there is a bias."""
+EXPERT_GATES = {
+    ops.silu_and_mul: (ops.silu_and_mul_with_expert_gate, model_arguments.expert_gate),
+    ops.silu_and_mul_quant: (ops.silu_and_mul_with_expert_gate_quant, model_arguments.static_expert_gate),
+    ops.silu_and_mul_per_token_quant: (
+        ops.silu_and_mul_with_expert_gate_per_token_quant,
+        model_arguments.dynamic_expert_gate,
+    ),
+    ops.silu_and_mul_per_block_quant: (
+        ops.silu_and_mul_with_expert_gate_per_block_quant,
+        model_arguments.dynamic_expert_gate,
+    ),
+}
+"""A shared expert's activation with its gate, in place of the activation alone."""
 KINDS = {STATIC: "static", BLOCKS: "groups"}
 """Quantizations of o's input that the attention op fuses, by its argument."""
 
@@ -169,6 +182,18 @@ def _router_arguments(tokens: int, inputs: Inputs, experts: int, hidden: int, to
         dtype, topk, *rest = getattr(torch, topk), *rest
     _, *options = model_arguments.routing(tokens, inputs, experts, topk, *rest)
     return inputs.values(tokens, hidden), inputs.values(experts, hidden, dtype=dtype), *options
+
+
+def _expert_gates(activation: Op, step: Step) -> Found:
+    """Find a shared expert's activation before its gate, whose sigmoid and product are two more launches."""
+    before: LayerCall | Launch | None = None
+    for launch in step:
+        if launch.layer == SHARED_ACTIVATION:
+            before = launch
+        elif launch.layer == SHARED_GATE and getattr(before, "op", None) is activation:
+            if getattr(launch, "op", None) is ops.unquantized_gemm and launch.parameters[0] == 1:
+                yield (before, launch), (before.parameters[0], launch.parameters[1])
+            before = None
 
 
 def _attentions(step: Step) -> Iterator[tuple[dict[str, LayerCall | Launch], LayerCall]]:
@@ -365,6 +390,10 @@ OF_SEQUENCE = (
     ),
     Fusion(ops.router_gemm_topk, _router_arguments, _router, needs_all=True, by_attention=False),
     Fusion(ops.mla_norm_rope_and_cache, _mla_norms, _latents, apart="vLLM's kernel"),
+    *(
+        Fusion(op, arguments, partial(_expert_gates, activation), "four launches", by_attention=False)
+        for activation, (op, arguments) in EXPERT_GATES.items()
+    ),
 )
 """Fusions of what `layers.sequence` has."""
 AROUND_ATTENTION = (

@@ -19,6 +19,7 @@ from vllm_rocm_ops.ops.scaled_mm import *
 from vllm_rocm_ops.ops.sigmoid_and_mul import *
 from vllm_rocm_ops.ops.silu_and_mul import *
 from vllm_rocm_ops.ops.silu_and_mul_with_clamp import *
+from vllm_rocm_ops.ops.silu_and_mul_with_expert_gate import *
 from vllm_rocm_ops.ops.standalone.dequantize_int4 import *
 from vllm_rocm_ops.ops.standalone.flash_attention import *
 from vllm_rocm_ops.ops.standalone.layer_norm import *

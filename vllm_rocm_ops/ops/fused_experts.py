@@ -98,7 +98,7 @@ def _problem(a) -> dict[str, int]:
 
 
 def _cases() -> Iterator[Case]:
-    """Yield every instance; tokens around a tile; experts without tokens and with all; sizes around blocks of 128."""
+    """Yield every instance; tokens around a tile; experts without tokens and with all; sizes around 128."""
     case = case_maker(_inputs)
     yield case("block", 3, 2, 8, 256, 128)
     yield case("block-m1", 1, 3, 8, 384, 256)
@@ -117,6 +117,8 @@ def _cases() -> Iterator[Case]:
     yield case("block-long", 2, 1, 2, 2688, 16)  # more groups of K than a wave has in registers
     yield case("block-m40", 40, 4, 16, 128, 64, shared_experts=1)
     yield case("block-m65", 65, 2, 8, 256, 128)
+    for m in (2, 70):
+        yield case(f"512-m{m}", m, 10, 512, 64, 64)
     yield case("channel", 4, 2, 4, 192, 96, scheme="channel")
     yield case("tensor-static", 4, 2, 4, 128, 96, scheme="tensor", static=True, out_dtype=torch.float16)
     yield case("tensor", 9, 2, 4, 128, 64, scheme="tensor")

@@ -24,25 +24,22 @@ MODULE = "router_gemm_topk"
 ROWS = 16  # experts per tile
 VALUES = (4, 8, 16)  # experts per lane, by kernel
 WAVES = 4  # per block; in the last block each routes a token
-MAX_TOKENS, MAX_FLOAT_TOKENS = skinny_gemm.TOKENS[ROWS][-1], 64  # of a bf16 weight, and of a float32 one
+MAX_TOKENS = 64
+GROUP_TOKENS = {torch.bfloat16: (4, 8, 16), torch.float32: (8, 16)}  # of a group, at most, by the weight's dtype
 MOST_BLOCKS = 2  # per compute unit
 UNIT = weight_layout.STEP * skinny_gemm.WAVE_SPLIT_K_UNIT  # bytes of x along K
 FLOAT_STEP = 2 * weight_layout.STEP  # bytes of a float32 weight along K that a step multiplies
 # The cost model: units of a slice whose loads are in flight at once, kStages of csrc/gemm/skinny/wave_split_k.h; microseconds of another
 # unit, and of a wave for a token. They fit the predictions of timing/ for DeepSeek-V3 and Qwen3-30B-A3B on MI300X.
 UNITS_IN_FLIGHT, UNIT_US, ROUTE_US = 4, 0.1, 2.0
-FLOAT_BLOCK_US = 1.1  # at least, of each block of a compute unit with a float32 weight: chosen configurations of `bench gates` on H200
+# At least, of each block of a compute unit, with a float32 weight or several groups: chosen configurations of `bench gates` on H200.
+GROUP_BLOCK_US = 1.1
 
 
 def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
     """Return x and the weight, with x's bytes along K for both: a step multiplies the same elements of both."""
     x = gemm.activations(a.x)
     return x, gemm.weight(a.weight)._replace(k=x.k)
-
-
-def most_tokens(dtype: torch.dtype) -> int:
-    """Return the most tokens that kernels take with a weight of this dtype."""
-    return MAX_FLOAT_TOKENS if dtype == torch.float32 else MAX_TOKENS
 
 
 def _experts(a) -> int:
@@ -80,8 +77,7 @@ def _allocate(a) -> tuple[Tensor, Tensor, Tensor]:
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "x is bfloat16", a.x.dtype == torch.bfloat16
-    most = most_tokens(a.weight.dtype)
-    yield f"M is at most {most}", a.x.shape[0] <= most
+    yield f"M is at most {MAX_TOKENS}", a.x.shape[0] <= MAX_TOKENS
     yield "a float32 weight is not shuffled", a.weight.dtype != torch.float32 or a.weight.dim() == 2
     yield from gemm.can_implement(*_operands(a))
     yield from moe_routing.choice_rules(a)
@@ -92,7 +88,7 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 def _configs(a, arch: Arch) -> list[SkinnyConfig]:
     """Return the divisions of K into slices of whole units, with a block per slice and tile; none if no lanes fit the experts.
 
-    With a float32 weight, groups of tokens, of the size of either kernel, have such blocks each.
+    Groups of tokens have such blocks each.
     """
     if _division(a, arch) is None:
         return []
@@ -101,9 +97,7 @@ def _configs(a, arch: Arch) -> list[SkinnyConfig]:
     units = -(-weight.k // UNIT)
     most = max(MOST_BLOCKS * arch.compute_units // tiles, 1)
     slices = dict.fromkeys(-(-units // of_slice) for of_slice in range(-(-units // most), units + 1))
-    groups = {1}
-    if a.weight.dtype == torch.float32:
-        groups = {max(-(-tokens.rows // size), 1) for size in skinny_gemm.TOKENS[ROWS]}
+    groups = {max(-(-tokens.rows // size), 1) for size in GROUP_TOKENS.get(a.weight.dtype, ())}
     return [SkinnyConfig(ROWS, split_k, tiles * split_k, count) for count in sorted(groups) for split_k in slices]
 
 
@@ -116,7 +110,8 @@ def _cost(config: SkinnyConfig, a, arch: Arch) -> dict[str, float]:
     tokens, weight = _operands(a)
     costs, tiles, rows = arch.costs.skinny, config.blocks // config.split_k, -(-tokens.rows // config.groups)
     of_weight = weight.rows * a.x.shape[1] * a.weight.element_size()
-    of_block = max(costs.block_us, FLOAT_BLOCK_US if a.weight.dtype == torch.float32 else 0.0)
+    is_grouped = a.weight.dtype == torch.float32 or config.groups > 1
+    of_block = max(costs.block_us, GROUP_BLOCK_US if is_grouped else 0.0)
     units = -(-weight.k // (UNIT * config.split_k))
     latency = max(units / UNITS_IN_FLIGHT, 1.0) * skinny_gemm.LATENCY_US + units * UNIT_US
     rounds = -(-config.split_k // skinny_gemm.SUMMED_AT_ONCE)
@@ -143,6 +138,7 @@ def _plan(config: SkinnyConfig, outputs: tuple[Tensor, Tensor, Tensor], a, arch:
         "group_partials": of_group,
         "counters": Counters(config.groups),
         "blocks": config.blocks,
+        "group_tokens": -(-tokens // config.groups),
         "routing": routing,
     }
     if is_float:
@@ -191,6 +187,11 @@ def _cases() -> Iterator[Case]:
     yield case("strided", 5, 128, 512, 8, padding=64)
     yield case("shuffled", 5, 128, 576, 8, shuffled=True)
     yield case("no-tokens", 0, 256, 512, 8, *deepseek)
+    for m in (17, 40, 64):
+        yield case(f"qwen3-next-m{m}", m, 512, 576, 10)
+    yield case("deepseek-m33", 33, 256, 1544, 8, *deepseek, bias=torch.float32)
+    yield case("groups-shuffled", 21, 128, 576, 8, shuffled=True)
+    yield case("groups-strided-padding", 21, 128, 512, 8, padding=64, is_padded=True)
     # 17 tokens take two or three groups, 64 four or eight; lengths end within steps, slices and units.
     minimax, float_weight = (1, 1, "sigmoid", 1.0), {"dtype": torch.float32}
     for m in (1, 8, 9, 17, 40, 64):
@@ -270,8 +271,7 @@ def router_gemm_topk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply by a router's weight as `unquantized_gemm` does, then choose experts as `grouped_topk` does.
 
-    Without groups, bias and scale, `topk_softmax` chooses the same experts. Kernels take up to 16 tokens, with a float32
-    weight 64.
+    Without groups, bias and scale, `topk_softmax` chooses the same experts. Kernels take up to 64 tokens.
 
     Args:
         x: [M, K], bf16, K innermost; rows may be strided.

@@ -23,7 +23,7 @@ from vllm_rocm_ops.vllm.attention import (
 )
 from vllm_rocm_ops.vllm.graph import norm_outputs
 from vllm_rocm_ops.vllm.moe import base as experts
-from vllm_rocm_ops.vllm.moe import routing_gate
+from vllm_rocm_ops.vllm.moe import routing_gate, shared_expert_gate
 from vllm_rocm_ops.vllm.selection.kernel_selection import Record, at_some_size, record_here, serves_by_tokens, types
 from vllm_rocm_ops.vllm.selection.key import EAGER, ONE_PLUS, SEPARATE, Key
 
@@ -50,12 +50,14 @@ def shapes_of(call, arch: Arch) -> list[str]:
     a = call.op.Arguments(*call.case(2).make("meta", torch.Generator(), arch.fp8_dtype))
     if in_vllm := COMPARISONS.get(call.op):
         return [in_vllm.describe(layer) + call.traits for layer in in_vllm.layers_of(a)]
-    if not hasattr(a, "quant_dtype"):
+    with_gate = hasattr(a, "expert_gate")
+    if not hasattr(a, "quant_dtype") and not with_gate:
         return []
     columns = a.input.shape[1] // (1 if hasattr(a, "weight") or hasattr(a, "gate") else 2)
     residuals = ("", " residual") if getattr(a, "residual", None) is None else (" residual",)
     start, end = f"{columns} {types(a.input.dtype)}", ONE_PLUS * getattr(a, "one_plus_weight", False)
     end += norm_outputs.BESIDE * (call.op is norm_outputs.OP and call.layer == "input norm")
+    end += shared_expert_gate.shape_suffix(a.tokens.shape[1]) if with_gate else ""
     return [f"{start}{residual}{way}{end}" for residual in residuals for way in ("", " column-major", " bound")]
 
 

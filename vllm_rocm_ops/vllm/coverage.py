@@ -160,8 +160,11 @@ def calls(captured: tuple[int, ...] = ()) -> Calls:
         shared.setdefault(seam.load(name).ops, []).append(name)
     shared.pop((), None)
     served = [pattern for pattern, runs in compiled_ops.choices.decisions.items() if runs]
+    with_gate = "silu_and_mul", "silu_and_mul_with_expert_gate"
     names = {
-        str(pattern): (pattern.op, f"scaled_mm_{pattern.op}", f"all_reduce_{pattern.op}") for pattern in sorted(served)
+        str(pattern): {f"{prefix}{pattern.op}" for prefix in ("", "scaled_mm_", "all_reduce_")}
+        | {pattern.op.replace(*with_gate)}
+        for pattern in sorted(served)
     }
     patterns = {pattern: sum(counts.get(name, 0) for name in op_names) for pattern, op_names in names.items()}
     result = Calls({}, patterns, [])

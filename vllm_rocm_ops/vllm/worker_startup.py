@@ -16,7 +16,7 @@ from vllm_rocm_ops.vllm import coverage, seam
 from vllm_rocm_ops.vllm.graph import aiter_all_reduce, all_reduce_timing, compilation, compiled_ops, model_queries
 from vllm_rocm_ops.vllm.guards import compile_cache
 from vllm_rocm_ops.vllm.linear import weight_order
-from vllm_rocm_ops.vllm.moe import expert_support, quantized_input, routing_gate
+from vllm_rocm_ops.vllm.moe import expert_support, quantized_input, routing_gate, shared_expert_gate
 from vllm_rocm_ops.vllm.selection import group_clock as group_clocks
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, kernel_trial
 from vllm_rocm_ops.vllm.selection.key import COMPILED
@@ -59,6 +59,8 @@ def install() -> None:
     setattr(WorkerWrapperBase, LOAD, load_model)
     if "fusion" in seam.active():
         compiled_ops.pattern_finders.append(quantized_input.norms_before_experts)
+    if "activation" in seam.active():
+        compiled_ops.pattern_finders.append(shared_expert_gate.gates)
     if envs.VLLM_ROCM_OPS_MEASURE == "0":
         return
 

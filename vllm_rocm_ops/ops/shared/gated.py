@@ -185,10 +185,12 @@ def op(
     contract: Callable[..., Iterator] = lambda a: iter(()),
     cases: Callable[[rowwise.Cases], Iterator[Case]] = rowwise.Cases.standard,
     meanings: dict[str, str] = MEANINGS,
+    rules: Callable[..., Iterator] = lambda a: iter(()),
 ) -> Op:
     """Return an op with the kernels of csrc/ops/`module`.hip.
 
-    `further` gives the kernel arguments of this activation only, `contract` their rules, `meanings` texts of its arguments.
+    `further` gives the kernel arguments of this activation only, `contract` and `rules` what the op and its kernels demand of them,
+    `meanings` texts of its arguments.
     """
     mx = reference.__name__.endswith("_mxfp8_quant")
     count = parts(inspect.signature(reference).parameters)
@@ -197,7 +199,7 @@ def op(
         reference,
         allocate=lambda a: rowwise.allocate(a, hidden(a), mx),
         contract=lambda a: itertools.chain(_contract(a, mx), contract(a)),
-        can_implement=_can_implement,
+        can_implement=lambda a, arch: itertools.chain(_can_implement(a, arch), rules(a)),
         configs=_configs,
         default=_default,
         plan=functools.partial(_plan, module, reference.__name__, further),

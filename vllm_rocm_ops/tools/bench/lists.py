@@ -19,6 +19,7 @@ from vllm_rocm_ops.tools.bench.gemm_dtypes import gemm_dtypes
 LISTS: dict[str, Callable[..., Iterable[shapes.Shape]]] = {
     "rows": shapes.rows,
     "rows-fp16": functools.partial(shapes.rows, dtype=torch.float16),
+    "expert-gates": shapes.expert_gates,
     "linear": shapes.gemm,
     "linear-shuffled": functools.partial(shapes.gemm, shuffled=True),
     "gemm-dtypes": gemm_dtypes,

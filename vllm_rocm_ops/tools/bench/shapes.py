@@ -17,6 +17,7 @@ from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
+from vllm_rocm_ops.models.fused_calls import EXPERT_GATES
 from vllm_rocm_ops.ops.shared import weight_layout
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.tools.bench.baselines import Baseline, baselines
@@ -137,6 +138,17 @@ def rows(tokens: Iterable[int] = ROWS, dtype: torch.dtype = torch.bfloat16) -> I
         yield Shape(op, made_case(name, dtype, arguments, m, h, *parameters), {"rows": m, "hidden": h}, beside_vllm)
 
 
+SHARED_EXPERTS = {"qwen3-next tp1": (512, 2048), "qwen3-next tp4": (128, 2048), "qwen3.5-397b tp1": (1024, 4096)}
+"""Columns of a shared expert with a gate, and of its tokens."""
+
+
+def expert_gates(tokens: Iterable[int] = ROWS) -> Iterator[Shape]:
+    """Yield activations of shared experts with a gate."""
+    for (op, arguments), (name, (h, k)), m in itertools.product(EXPERT_GATES.values(), SHARED_EXPERTS.items(), tokens):
+        case = made_case(f"{name} {m}x{h}", torch.bfloat16, arguments, m, h, k)
+        yield Shape(op, case, {"rows": m, "hidden": h, "columns": k})
+
+
 def beside_vllm(op: Op, arguments: tuple) -> Check:
     """Return a check for differences from vLLM's op.
 
@@ -246,21 +258,28 @@ def routing(tokens: Iterable[int] = (*TOKENS, 128, 1024)) -> Iterator[Shape]:
         yield Shape(ops.grouped_topk, case, {"tokens": m, "experts": DEEPSEEK_ROUTING[0]})
 
 
-GATES = {"minimax-m2": (256, 3072), "glm-4.5-air": (128, 4096), "384 experts": (384, 6144), "512 experts": (512, 4096)}
-"""Experts and hidden size of float32 gates: two models', and more experts."""
-GATE_ROUTING = 8, True, 1, 1, "sigmoid", 1.0
+GATES = {
+    "minimax-m2": (256, 3072),
+    "glm-4.5-air": (128, 4096),
+    "384 experts": (384, 6144),
+    "512 experts": (512, 4096),
+    "qwen3-next": (512, 2048, torch.bfloat16),
+}
+"""Experts and hidden size of gates: float32 ones that route by sigmoid with a bias, and 16-bit ones that route by softmax."""
+GATE_ROUTING, SOFTMAX_ROUTING = (8, True, 1, 1, "sigmoid", 1.0), (10, True, 1, 1, "softmax", 1.0)
 
 
 def gates(tokens: Iterable[int] = (1, 8, 32, 64)) -> Iterator[Shape]:
-    """Yield float32 gates, which route by sigmoid with a bias and without groups."""
-    for (name, (experts, hidden)), m in itertools.product(GATES.items(), tokens):
-        case = made_case(f"{name} {m}x{experts}x{hidden}", torch.bfloat16, _gate, m, experts, hidden)
+    """Yield the gates of `GATES`, which route without groups."""
+    for (name, (experts, hidden, *dtype)), m in itertools.product(GATES.items(), tokens):
+        case = made_case(f"{name} {m}x{experts}x{hidden}", torch.bfloat16, _gate, m, experts, hidden, *dtype)
         yield Shape(ops.router_gemm_topk, case, {"m": m, "n": experts, "k": hidden}, chosen_by_logits)
 
 
-def _gate(tokens: int, inputs: Inputs, experts: int, hidden: int) -> tuple:
-    x, weight = inputs.values(tokens, hidden), inputs.values(experts, hidden, dtype=torch.float32)
-    return x, weight * hidden**-0.5, *GATE_ROUTING, inputs.scales(experts), None
+def _gate(tokens: int, inputs: Inputs, experts: int, hidden: int, dtype: torch.dtype = torch.float32) -> tuple:
+    x, weight = inputs.values(tokens, hidden), inputs.values(experts, hidden, dtype=dtype) * hidden**-0.5
+    routing = (*GATE_ROUTING, inputs.scales(experts)) if dtype == torch.float32 else (*SOFTMAX_ROUTING, None)
+    return x, weight, *routing, None
 
 
 def chosen_by_logits(op: Op, arguments: tuple) -> Check:

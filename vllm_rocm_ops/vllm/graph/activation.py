@@ -25,7 +25,6 @@ def install() -> None:
     import torch
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from vllm_rocm_ops import ops
     from vllm_rocm_ops.vllm.graph import compiled_ops, fused_quant, markers, output_gate, vllm_row_kernels
 
     keys = fused_quant.runnable(fused_quant.ACTIVATIONS)
@@ -51,7 +50,7 @@ def install() -> None:
                 return self.vllm_forward(x)
             linear = None if self.consumer is None else getattr(*self.consumer)
             key = fused_quant.key_of(linear, x.shape[-1] // 2, keys)
-            return ops.silu_and_mul.call(x) if key is None else fused_quant.silu_and_mul(linear, key, x)
+            return fused_quant.silu_and_mul(linear, key, x)
 
     if None in keys:
         seam.replace(SiluAndMul, RocmOpsSiluAndMul)

@@ -5,6 +5,8 @@ kernel or vLLM's (vllm_row_kernels.py), never its reference. This file imports v
 only.
 """
 
+import functools
+
 import torch
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
@@ -50,14 +52,20 @@ GATES = {
     kFp8Dynamic128Sym: ("sigmoid_and_mul_per_block_quant",),
     MX: ("sigmoid_and_mul_mxfp8_quant",),
 }
-"""The ops, by the quantization of their result. A gate alone stays the compiler's."""
+EXPERT_GATES = {
+    None: ("silu_and_mul_with_expert_gate",),
+    kFp8StaticTensorSym: ("silu_and_mul_with_expert_gate_quant",),
+    kFp8DynamicTokenSym: ("silu_and_mul_with_expert_gate_per_token_quant",),
+    kFp8Dynamic128Sym: ("silu_and_mul_with_expert_gate_per_block_quant",),
+}
+"""The ops, by the quantization of their result. A gate of attention alone stays the compiler's."""
 
 
 def has_kernels(name: str) -> bool:
     """True if this machine has kernels for the op, for any row length and row count."""
     row, scale = torch.empty(2, 2 * GROUP, dtype=DTYPES[0], device="meta"), torch.empty(1, device="meta")
     examples = {"input": row, "residual": row, "gate": row, "weight": row[0], "epsilon": 1e-6, "scale": scale}
-    examples |= {"quant_dtype": QUANT_DTYPE, "group_size": GROUP}
+    examples |= {"quant_dtype": QUANT_DTYPE, "group_size": GROUP, "tokens": row, "expert_gate": row[:1]}
     op = getattr(ops, name)
     known = {argument: value for argument, value in examples.items() if argument in op.Arguments._fields}
     return linear_base.has_kernels(op, **known)
@@ -66,6 +74,12 @@ def has_kernels(name: str) -> bool:
 def runnable(table: dict[QuantKey | None, tuple[str, ...]]) -> tuple[QuantKey | None, ...]:
     """Return the quantization keys whose ops all have kernels for this machine. None stands for no quantization."""
     return tuple(key for key, names in table.items() if all(map(has_kernels, names)))
+
+
+@functools.cache
+def runnable_gates() -> tuple[QuantKey | None, ...]:
+    """Return `runnable` for the gates of shared experts."""
+    return runnable(EXPERT_GATES)
 
 
 def op_of(table: dict[QuantKey | None, tuple[str, ...]], key: QuantKey | None, has_residual: bool):
@@ -127,15 +141,21 @@ def made_for(linear: torch.nn.Module, columns: int, keys: tuple[QuantKey | None,
     return MX if is_mx else key_of(linear, columns, keys)
 
 
-def silu_and_mul(linear: torch.nn.Module, key: QuantKey, x: torch.Tensor) -> Quantized:
-    """Return silu(first half of x) * second half, quantized by `key` for `linear`."""
+def silu_and_mul(linear: torch.nn.Module, key: QuantKey | None, x: torch.Tensor, *gate: torch.Tensor):
+    """Return silu(first half of x) * second half, quantized by `key` for `linear`; a tensor without a key.
+
+    `gate` is nothing, or a shared expert's tokens and its gate's weight, which multiplies.
+    """
+    op = op_of(EXPERT_GATES if gate else ACTIVATIONS, key, False)
+    if key is None:
+        return op.call(x, *gate)
     if key == kFp8StaticTensorSym:
         scale = linear.input_scale
-        data = ops.silu_and_mul_quant.call(x, scale, QUANT_DTYPE)
+        data = op.call(x, *gate, scale, QUANT_DTYPE)
     elif key == kFp8DynamicTokenSym:
         upper_bound = getattr(linear, "input_scale_ub", None)
-        data, scale = ops.silu_and_mul_per_token_quant.call(x, QUANT_DTYPE, upper_bound)
+        data, scale = op.call(x, *gate, QUANT_DTYPE, upper_bound)
     else:
         column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
-        data, scale = ops.silu_and_mul_per_block_quant.call(x, QUANT_DTYPE, GROUP, column_major)
+        data, scale = op.call(x, *gate, QUANT_DTYPE, GROUP, column_major)
     return Quantized(data, scale, x.dtype, data.shape, key)

@@ -44,6 +44,22 @@ def feeds(layer: torch.nn.Module) -> bool:
     return got == [made]
 
 
+def is_gated(layer: torch.nn.Module) -> bool:
+    """True if a layer returns `down_proj`'s result times the sigmoid of what `expert_gate` returns, and without that the result.
+
+    Runs the layer's forward with stand-ins, on numbers that tell.
+    """
+    given, logits = torch.tensor([[1.0, -3.0], [2.0, 0.5]], device="cpu"), torch.tensor([[-1.0], [2.0]], device="cpu")
+    parts = {name: lambda x: (x, None) for name in ("gate_up_proj", "down_proj")} | {"act_fn": lambda x: 5.0 * x}
+    made = []
+    try:
+        for gate in (lambda x: (logits, None), None):
+            made.append(type(layer).forward(types.SimpleNamespace(**parts, expert_gate=gate), given))
+        return torch.allclose(made[0], 5.0 * given * torch.sigmoid(logits)) and torch.equal(made[1], 5.0 * given)
+    except Exception:  # noqa: BLE001  a forward that reads something else
+        return False
+
+
 def width(linear: torch.nn.Module) -> int:
     """Return the columns of a linear's input on this rank. Replicated layers have only `input_size`."""
     return linear.input_size_per_partition if hasattr(linear, "input_size_per_partition") else linear.input_size

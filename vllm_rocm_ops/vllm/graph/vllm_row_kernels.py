@@ -81,6 +81,10 @@ def _gated(a) -> Tensor:
     return a.input * torch.sigmoid(a.gate.reshape(a.input.shape))
 
 
+def _expert_gated(a) -> Tensor:
+    return _activation(a) * torch.sigmoid(torch.nn.functional.linear(a.tokens, a.expert_gate))
+
+
 def _static(x: Tensor, a) -> Tensor:
     from vllm import _custom_ops
 
@@ -140,23 +144,37 @@ NORMS = _fallbacks(
         "rms_norm_mxfp8_quant": lambda y, a: _mx(y),
     },
 )
-ACTIVATIONS = _fallbacks(
-    _activation,
-    {
-        "silu_and_mul": lambda y, a: y,
-        "silu_and_mul_quant": _static,
-        "silu_and_mul_per_token_quant": _per_token,
-        "silu_and_mul_per_block_quant": lambda y, a: _per_block(y, a.group_size, a.is_scale_transposed),
-        "silu_and_mul_mxfp8_quant": lambda y, a: _mx(y),
-    },
-) | _fallbacks(
-    _gated,
-    {
-        "sigmoid_and_mul_quant": _static,
-        "sigmoid_and_mul_per_token_quant": _per_token,
-        "sigmoid_and_mul_per_block_quant": lambda y, a: _per_block(y, a.group_size, a.is_scale_transposed),
-        "sigmoid_and_mul_mxfp8_quant": lambda y, a: _mx(y),
-    },
+ACTIVATIONS = (
+    _fallbacks(
+        _activation,
+        {
+            "silu_and_mul": lambda y, a: y,
+            "silu_and_mul_quant": _static,
+            "silu_and_mul_per_token_quant": _per_token,
+            "silu_and_mul_per_block_quant": lambda y, a: _per_block(y, a.group_size, a.is_scale_transposed),
+            "silu_and_mul_mxfp8_quant": lambda y, a: _mx(y),
+        },
+    )
+    | _fallbacks(
+        _gated,
+        {
+            "sigmoid_and_mul_quant": _static,
+            "sigmoid_and_mul_per_token_quant": _per_token,
+            "sigmoid_and_mul_per_block_quant": lambda y, a: _per_block(y, a.group_size, a.is_scale_transposed),
+            "sigmoid_and_mul_mxfp8_quant": lambda y, a: _mx(y),
+        },
+    )
+    | _fallbacks(
+        _expert_gated,
+        {
+            "silu_and_mul_with_expert_gate": lambda y, a: y,
+            "silu_and_mul_with_expert_gate_quant": _static,
+            "silu_and_mul_with_expert_gate_per_token_quant": _per_token,
+            "silu_and_mul_with_expert_gate_per_block_quant": lambda y, a: _per_block(
+                y, a.group_size, a.is_scale_transposed
+            ),
+        },
+    )
 )
 """By op, with the op's arguments. Scales per block have no bound: no seam passes one."""
 

@@ -30,6 +30,7 @@ LABELS = {
     "fused_qkv_a_proj": "fused q_a+kv_a (replicated)",
     "out_proj": "o",
     "gate": "router",
+    "shared_expert_gate": "gate",
     "act_fn": "SwiGLU",
     "post_attention_layernorm": "post-attention norm",
     "norm": "final norm",

@@ -24,7 +24,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.op import define
-from vllm_rocm_ops.ops.router_gemm_topk import most_tokens
+from vllm_rocm_ops.ops.router_gemm_topk import MAX_TOKENS
 from vllm_rocm_ops.vllm import compat, seam
 from vllm_rocm_ops.vllm.graph import compiled_ops, moe_side_channel
 from vllm_rocm_ops.vllm.linear import unquantized_linear
@@ -228,12 +228,11 @@ def adopt_gate(gate: gate_calls.Gate, of_layer: ExpertsRouting | VllmRouting) ->
     module, router = gate.module, Router(of_layer, gate)
     of_layer.adopt()
     described, choices = (module.weight, torch.bfloat16, router), []
-    of_tokens = most_tokens(module.weight.dtype)
     for kernels in FLOAT_COMPARISONS if module.weight.dtype == torch.float32 else COMPARISONS:
         beside = kernels.beside()
         beside = beside._replace(name="_".join(filter(None, (beside.name, of_layer.beside))))
         calls = "router", beside, kernels.describe(described)
-        made = kernel_selection.choice_for(calls, kernels, beside, lambda: described, module.weight, of_tokens)
+        made = kernel_selection.choice_for(calls, kernels, beside, lambda: described, module.weight, MAX_TOKENS)
         choices.append(made)
     router.choices = tuple(choices)
     module.rocm_ops_router, module.rocm_ops_in_model, module.rocm_ops_is_widened = router, *gate[1:]
