@@ -33,7 +33,7 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import fused_quant
 from vllm_rocm_ops.vllm.guards import compile_cache
 from vllm_rocm_ops.vllm.linear import base as linear_base
-from vllm_rocm_ops.vllm.linear import mxfp8_linear, scaled_linear, unquantized_linear, weight_order
+from vllm_rocm_ops.vllm.linear import block_scaled_linear, mxfp8_linear, scaled_linear, unquantized_linear, weight_order
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 N, K = 256, 256
@@ -186,9 +186,12 @@ def test_quantized_input_is_taken(make, kind):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("wants", ["row-major", "column-major"])
 def test_vllms_kernel_reads_scales_in_its_order(make, wants, compiled):
-    """The op reads either order, and a launch before may have written rows for it."""
+    """The op reads either order, which its layer says, and a launch before may have written rows for it."""
     layer, kernel, _ = make("block", Baseline)
     kernel.quant_fp8.column_major_scales = wants == "column-major"
+    kernel.process_weights_after_loading(layer)
+    assert layer.vllm_rocm_ops_takes_rows
+    assert block_scaled_linear.takes_rows(kernel.baseline) is (wants == "row-major")
     values, rows = random(MANY, K).to(FP8), random(MANY, K // 128).abs()
     for scales in (rows, rows.t().contiguous().t())[: 1 + (wants == "column-major")]:
         given = values, layer.weight, scales, layer.weight_scale_inv

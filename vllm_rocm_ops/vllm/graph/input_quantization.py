@@ -48,7 +48,7 @@ def install() -> None:
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
     from vllm_rocm_ops.vllm.graph import compiled_ops, fused_quant
-    from vllm_rocm_ops.vllm.linear import weight_order
+    from vllm_rocm_ops.vllm.linear import block_scaled_linear, weight_order
 
     current = moe_side_channel.current
 
@@ -58,7 +58,7 @@ def install() -> None:
         if kernel.input_quant_key() is not None and not envs.VLLM_BATCH_INVARIANT:
             layer.vllm_rocm_ops_quantize = compiled_ops.quantizer(layer, kernel)
             layer.vllm_rocm_ops_column_major_scales = kernel.quant_fp8.column_major_scales
-            layer.vllm_rocm_ops_takes_rows = takes_rows(kernel, kernel.input_quant_key())
+            layer.vllm_rocm_ops_takes_rows = block_scaled_linear.takes_rows(kernel)
             expose_input_quant_key(layer, kernel)
 
     def advertise(base) -> None:
@@ -81,13 +81,6 @@ def install() -> None:
         base.process_weights_after_loading = process_weights_after_loading
         base.input_quant_key = lambda self: getattr(self, "rocm_ops_input_key", None)
 
-    def takes_rows(kernel, key) -> bool:
-        """True if a kernel supports float32 scales per 128 columns, contiguous per row."""
-        quant, either = kernel.quant_fp8, getattr(kernel, "takes_either_order", False)
-        return key == fused_quant.kFp8Dynamic128Sym and not (
-            (quant.column_major_scales and not either) or quant.use_ue8m0 or getattr(quant, "tma_aligned_scales", False)
-        )
-
     quantize_and_multiply = Fp8BlockScaledMMLinearKernel.apply_weights
 
     @functools.wraps(quantize_and_multiply)
@@ -95,7 +88,12 @@ def install() -> None:
         key = self.input_quant_key()
         activation = as_quantized_activation(x, key)
         may_be_handed = activation is None and not torch.compiler.is_compiling()
-        if may_be_handed and current.given is not None and takes_rows(self, key):  # in a layer of experts
+        if (
+            may_be_handed
+            and current.given is not None  # in a layer of experts
+            and key == fused_quant.kFp8Dynamic128Sym
+            and block_scaled_linear.takes_rows(self)
+        ):
             made = moe_side_channel.quantized(x)
             activation = made and fused_quant.Quantized(*made, x.dtype, x.shape, key)
         if activation is None:

@@ -26,6 +26,13 @@ def block_scaled_linear(
     return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
 
 
+def takes_rows(kernel) -> bool:
+    """True if a kernel supports float32 scales per 128 columns, contiguous per row, as the plugin's does for any baseline."""
+    quant, either = kernel.quant_fp8, getattr(kernel, "takes_either_order", False)
+    is_rounded = quant.use_ue8m0 or getattr(quant, "tma_aligned_scales", False)
+    return not is_rounded and (either or not quant.column_major_scales)
+
+
 def in_order(kernel, scale: Tensor) -> Tensor:
     """Return scales [M, K / 128] in the order that a kernel of vLLM's reads. The op reads either."""
     is_other = kernel.quant_fp8.column_major_scales and scale.shape[0] > 1 and scale.stride(0) != 1
@@ -118,6 +125,7 @@ def install() -> None:
         def process_weights_after_loading(self, layer):
             prepare = super() if self.baseline is None else self.baseline
             prepare.process_weights_after_loading(layer)
+            layer.vllm_rocm_ops_takes_rows = takes_rows(self)  # the baseline, which prepared the layer, may not
             order, params = "plain", self._get_layer_params(layer)
             name = compat.block_scale_attr(params)
             if getattr(layer, name).dtype == torch.float8_e8m0fnu:  # the op needs float32, as inputs' scales are
