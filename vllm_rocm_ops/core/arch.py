@@ -23,10 +23,13 @@ class SkinnyCosts:
     """Microseconds that sharing a tile adds to its blocks."""
     sum_round_us: float
     """Microseconds that a block waits for each further batch of partial sums."""
-    cache_bytes_per_us: float
-    """Bytes per microsecond, of weights and tokens, that a compute unit reads from L2; counts above 64 tokens, as the next does."""
+    cache_bytes_per_us: Mapping[int, float]
+    """By a tile's rows: bytes per microsecond, of weights and tokens, that a compute unit reads from L2, or multiplies if that takes
+    longer; counts above 64 tokens, as the next two do."""
     apart_bytes_per_us: float
     """The same of all compute units, if blocks are not at the same step: reads of the same tokens then do not coincide."""
+    many_round_us: float
+    """Microseconds that each batch of partial sums takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,19 @@ class CollectiveCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockScaledCosts:
+    """Costs of GEMMs of 65 to 256 tokens with a scale per block of K, where other scales' do not hold."""
+
+    skinny: SkinnyCosts
+    tile_rate: Mapping[int, float]
+    """Share of peak of tiled kernels, by tokens of a tile; the model is in ops/shared/tiled_gemm.py, as of the next three."""
+    tile_resident: Mapping[int, int]
+    """Blocks of tiled kernels per compute unit, by tokens of a tile."""
+    tile_latency_us: float
+    tile_sharing_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """Constants of the cost models that differ between archs."""
 
@@ -91,6 +107,7 @@ class Costs:
     """The same for tiled GEMMs."""
     tiled_ratio: float
     """Time of tiled GEMMs up to 256 tokens, as a multiple of what the model of ops/shared/tiled_gemm.py says."""
+    block_scaled: BlockScaledCosts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

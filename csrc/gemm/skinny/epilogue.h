@@ -4,6 +4,8 @@
 #include "device/vec.h"
 #include "gemm/skinny/schedule.h"
 
+constexpr int kGroupTokens = 64;  // of the smallest kernel that serves groups of tokens, one for each block_id_y
+
 // Floats of consecutive rows.
 template <int kVec>
 using FloatVec = float __attribute__((ext_vector_type(kVec)));

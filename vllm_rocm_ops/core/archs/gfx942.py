@@ -21,8 +21,9 @@ SKINNY = SkinnyCosts(
     block_us=1.3,
     sharing_us=5.0,  # as kernels through registers on H200
     sum_round_us=0.85,  # see serving_benchmarks/timing_study/notes.md
-    cache_bytes_per_us=134e3,  # 64 bytes a cycle
+    cache_bytes_per_us={64: 134e3},  # 64 bytes a cycle
     apart_bytes_per_us=34e6,  # 2 KB a cycle and XCD
+    many_round_us=0.6,  # as measured on H200
 )
 SUMS_BYTES_PER_US = 85e3  # see serving_benchmarks/timing_study/notes.md
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.arch import Arch, BlockScaledCosts
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.ops.shared.gemm import PANEL, Operand, Product, divisor
 from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 
 # Token limits of kernels, by the weight rows of a tile. With 128 rows only for archs that have costs for them.
 TOKENS = {64: (16, 32, 64, 96, 128), 128: (96, 128), 16: (8, 16)}
-GROUPS, GROUP_TOKENS = (1, 2, 3, 4), 64  # of tokens, each with its own blocks; kernels for fewer tokens have one group
+# Groups of tokens, each with its own blocks, of kernels for at least kGroupTokens of csrc/gemm/skinny/epilogue.h.
+GROUPS, GROUP_TOKENS = (1, 2, 3, 4), 64
 WAVE_SPLIT_K_UNIT = 8  # steps per unit with 16 rows: one K slice per wave
 # Stages of csrc/gemm/skinny/nvidia/streamed_tile.h for both consumer groups, by rows and tokens: with one and more blocks per compute
 # unit. Above 64 tokens a block is always alone.
@@ -24,8 +25,7 @@ SHORTEST = 4  # steps; a block with fewer ends before it streams
 LATENCY_US, TILE_EPILOGUE_US = 1.5, 0.5
 SPLIT_TILE_US = 1.5  # a block whose share ends within a tile waits for its copies, and other blocks wait for it
 SUMMED_AT_ONCE = 8  # partial sums that a block loads at once: at most kBlocksAtOnce in csrc/gemm/skinny/epilogue.h
-# The same above 64 tokens, by rows, and what each such load waits (H200).
-MANY_AT_ONCE, MANY_ROUND_US = {64: 2, 128: 1}, 0.6
+MANY_AT_ONCE = {64: 2, 128: 1}  # the same above 64 tokens, by rows
 # For kernels through LDS only: penalty of two blocks per compute unit, by tokens; share lost while some compute units are
 # idle.
 CO_RESIDENT_PENALTY_US, IDLE_COST = {16: 1.0, 32: 0.6, 64: 0.0, 96: 0.0, 128: 0.0}, 0.15
@@ -86,12 +86,19 @@ def configs(a: Operand, b: Operand, arch: Arch, unit: int = 1) -> list[SkinnyCon
         tiles, steps, unit_steps = _division(SkinnyConfig(rows, 0, 1), b, unit)
         most = max(steps // max(SHORTEST, unit_steps), 1)  # slices per tile
         resident = [arch.compute_units * i for i in range(1, MAX_RESIDENT + 1)]
+        if rows > GROUP_TOKENS:  # of all groups together, as a block is alone on a compute unit
+            resident.insert(0, arch.compute_units // groups)
         of_rows = [SkinnyConfig(rows, 1, min(count, tiles), groups) for count in resident]
         of_rows += [SkinnyConfig(rows, 0, min(count, tiles * most), groups) for count in resident]
         split = [min(count // tiles, most) for count in (arch.compute_units // 4, arch.compute_units // 2, *resident)]
         of_rows += [SkinnyConfig(rows, split_k, tiles * split_k, groups) for split_k in split if split_k > 1]
         fitting += dict.fromkeys(of_rows)
     return fitting
+
+
+def block_scaled_costs(a: Operand, arch: Arch, unit: int) -> BlockScaledCosts | None:
+    """Return an arch's costs of many tokens with a scale per `unit` steps, None if they do not differ from other scales'."""
+    return arch.costs.block_scaled if unit > 1 and GROUP_TOKENS < a.rows <= MAX_TOKENS else None
 
 
 def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1) -> dict[str, float]:
@@ -101,7 +108,8 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     issue instructions if that is longer. Blocks that share tiles add synchronization and partial sums.
     """
     tiles, steps, unit_steps = _division(config, b, unit)
-    costs, tokens = arch.costs.skinny, block_tokens(config, a)
+    of_blocks = block_scaled_costs(a, arch, unit)
+    costs, tokens = of_blocks.skinny if of_blocks else arch.costs.skinny, block_tokens(config, a)
     resident, keeps_up = costs.limits[config.rows, tokens]
     slices = tiles * config.split_k or config.blocks
     longest = -(-tiles * steps // (unit_steps * slices)) * unit_steps * STEP * config.rows  # bytes
@@ -121,7 +129,7 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
     is_many = a.rows > GROUP_TOKENS
     if is_many:
         reads = longest * (1 + min(tokens, a.rows) / config.rows)  # with the tokens
-        issuing = max(issuing, max_slices * reads / costs.cache_bytes_per_us)
+        issuing = max(issuing, max_slices * reads / costs.cache_bytes_per_us[config.rows])
         if config.split_k == 0:
             issuing = max(issuing, slices * reads / costs.apart_bytes_per_us)
     terms = {
@@ -140,7 +148,7 @@ def cost(config: SkinnyConfig, a: Operand, b: Operand, arch: Arch, unit: int = 1
             share * of_tile / arch.costs.sums_bytes_per_us + max(share / SUMMED_AT_ONCE - 1, 0) * costs.sum_round_us
         )
         if is_many:
-            summing = share / MANY_AT_ONCE[config.rows] * MANY_ROUND_US
+            summing = share / MANY_AT_ONCE[config.rows] * costs.many_round_us
         terms["partials"] = 2 * _partial_bytes(config, a.rows) / hbm + summing
     return terms
 

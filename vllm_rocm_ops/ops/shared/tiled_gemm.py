@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.arch import Arch, BlockScaledCosts
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.ops.shared import skinny_gemm
 from vllm_rocm_ops.ops.shared.gemm import PANEL, Operand, Product, divisor
@@ -81,25 +81,33 @@ def configs(a: Operand, b: Operand, arch: Arch) -> list[TiledConfig]:
     return fitting
 
 
-def cost(config: TiledConfig, a: Operand, b: Operand, arch: Arch) -> dict[str, float]:
-    """Return the modeled microseconds of a configuration.
+def cost(
+    config: TiledConfig, a: Operand, b: Operand, arch: Arch, of_blocks: BlockScaledCosts | None = None
+) -> dict[str, float]:
+    """Return the modeled microseconds of a configuration, with the costs `of_blocks` if they are given.
 
     The longer of the busiest compute unit's multiplications and the HBM bytes, plus latency that nothing hides, plus the combine of
     shared tiles.
     """
+    if of_blocks:
+        rate, resident = of_blocks.tile_rate[config.tokens], of_blocks.tile_resident[config.tokens]
+        latency_us, sharing_us = of_blocks.tile_latency_us, of_blocks.tile_sharing_us
+    else:
+        rate, resident = RATE[config.tokens], RESIDENT[config.rows]
+        latency_us, sharing_us = LATENCY_US, SHARING_US
     tiles_m, tiles_n = _tiles(config, a, b)
-    results, resident = config.tokens * config.rows, RESIDENT[config.rows]
+    results = config.tokens * config.rows
     blocks = -(-tiles_m * tiles_n * config.split_k // arch.compute_units)  # per compute unit
     single = blocks % resident
     bandwidth = arch.bandwidth_gb_s * 1e3  # bytes / us
-    rate = RATE[config.tokens] * FLOPS_PER_BYTE * bandwidth / arch.compute_units  # flops / us
+    rate = rate * FLOPS_PER_BYTE * bandwidth / arch.compute_units  # flops / us
     of_block = 2 * results * PANEL * -(-_panels(a) // config.split_k) / rate
     bytes_moved = (a.rows + b.rows) * a.k + 2 * a.rows * b.rows
     of_sums = results * 4 / arch.costs.tiled_sums_bytes_per_us
     return {
         "multiplying": max((blocks - single + single / SINGLE_BLOCK_RATE) * of_block, bytes_moved / bandwidth),
-        "latency": -(-blocks // resident) * LATENCY_US,
-        "sharing": SHARING_US + config.split_k * of_sums if config.split_k > 1 else 0.0,
+        "latency": -(-blocks // resident) * latency_us,
+        "sharing": sharing_us + config.split_k * of_sums if config.split_k > 1 else 0.0,
     }
 
 
@@ -114,7 +122,8 @@ def any_cost(
     """Return the modeled microseconds of a configuration of either kind."""
     if not isinstance(config, TiledConfig):
         return skinny_gemm.cost(config, a, b, arch, unit)
-    return beside_skinny(cost(config, a, b, arch), a, arch)
+    of_blocks = skinny_gemm.block_scaled_costs(a, arch, unit)
+    return cost(config, a, b, arch, of_blocks) if of_blocks else beside_skinny(cost(config, a, b, arch), a, arch)
 
 
 def beside_skinny(terms: dict[str, float], a: Operand, arch: Arch) -> dict[str, float]:

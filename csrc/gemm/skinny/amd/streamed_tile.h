@@ -22,7 +22,7 @@ struct StreamedTile {
   static constexpr int kUnitSteps = kScales == ScaleGranularity::kBlock ? kScaleBlock / mma::kDepth : 1;
   static constexpr int kChunkScales = kScales == ScaleGranularity::kBlock ? kChunkSteps / kUnitSteps * kTokens : 0;
   using Sum = mma::Accumulator<kTokens>;
-  static constexpr bool kGroups = kTokens >= 64;  // of kTokens tokens, one for each block_id_y
+  static constexpr bool kGroups = kTokens >= kGroupTokens;
   struct Buffer {
     alignas(128) u8 tokens[kChunkSteps * kStepBytes];
     float scales_a[kChunkScales + 1];

@@ -4,9 +4,13 @@
 // 13312 x 16384). At the end of a tile the next tile's panels follow, so all stages but one are always in flight. A
 // block that is alone on an SM gets more stages; its dynamic LDS size tells. Block scales are copied with their panel.
 //
-// Above 64 tokens a block is always alone, and reading the tokens of each panel from L2 limits it: an SM took about 60
-// bytes a nanosecond. So tiles can be wide: 128 rows, half for each consumer group, which share panels. Blocks at the
-// same K then read the same tokens at the same time; with stream-K they do not, and all SMs together took 5.5 TB/s.
+// Above 64 tokens a block is always alone, and reads the tokens of each panel from L2. So tiles can be wide: 128 rows,
+// half for each consumer group, which share panels. Blocks at the same K then read the same tokens at the same time;
+// with stream-K they do not, and all SMs together took 5.5 TB/s. With block scales the bytes are not the limit: 72
+// blocks of 128 x 128 (256 x 4608 x 7168) take 44.7 microseconds with own waits for each stage, 38.4 without copies,
+// 32.6 also without scales, 21.0 if sums are not added either, and 22.9 with the copies alone. The times add up: each
+// wave starts copies, multiplies and adds in turn, and the instructions that start a panel's copies take as long as its
+// products. Two tiled blocks on an SM overlap them better, so the cost model prefers those.
 //
 // Eight waves hide little latency: each instruction before the first copy, per panel and after the last panel costs
 // time, a cold one about two cycles. So a copy needs one offset per thread, a barrier serves two panels, and the
@@ -22,6 +26,10 @@
 // - Tiles of 128 rows up to 64 tokens: 57.1 versus 58.4 (64 x 13312 x 16384), more elsewhere.
 // - Wide tiles whose products are halved along the tokens, one half added while the other is multiplied: 64.5 versus
 //   58.8 (96 x 13312 x 16384), as the tensor cores then read the weights twice; two panels at once: 60.1.
+// - Wide tiles with block scales (256 x 4608 x 7168, 41.6; vLLM's CUTLASS kernel 24.6): waves that wait for a stage,
+//   not for the block: 44.7. All 256 tokens, multiplied in two halves: 78.7; with K in 2 or 3 slices, summed in a block
+//   cluster: 43.7, 34.5. A third group that copies panels and multiplies the scales: 48.0, as it waits for scales one
+//   panel ahead; with consumer groups that take turns: 45.3.
 // - Four consumer groups: 10.4 versus 10.9 (1 x 4608 x 7168), the same as two panels per barrier, but 3 to 8 % more
 //   below 20 MB.
 #pragma once
@@ -38,7 +46,7 @@ struct StreamedTile {
   static constexpr int kTileColumns = kGated ? kRows / 2 : kRows;
   static constexpr int kConsumerThreads = mma::kWaves * wave::kLanes, kThreads = kConsumerGroups * kConsumerThreads;
   static constexpr int kWeightBytes = kRows * tile::kDepth, kPanelBytes = kWeightBytes + kTokens * tile::kDepth;
-  static constexpr bool kGroups = kTokens >= 64;    // of kTokens tokens, one for each block_id_y
+  static constexpr bool kGroups = kTokens >= kGroupTokens;
   static constexpr bool kAlone = kTokens > 64;      // on an SM: registers and LDS fit one block
   static constexpr int kResident = kAlone ? 1 : 2;  // blocks per SM, if LDS suffices
   // Panels per consumer group in LDS if the block is alone on an SM, and otherwise; skinny_gemm.py knows both.
