@@ -237,6 +237,7 @@ STAY = {
     "sequence parallel": ({}, lambda layer: vary(layer, is_sequence_parallel=True)),
     "prefill context parallel": ({}, lambda layer: vary(layer, pcp_size=2)),
     "fp16 tokens": ({}, lambda layer: vary(layer, in_dtype=torch.float16)),
+    "shared experts": ({}, lambda layer: setattr(layer, "shared_experts", Fake(_stream=object()))),
     "vLLM's experts": ({}, lambda layer: setattr(layer.routed_experts.quant_method, "moe_kernel", None)),
     "experts that do not route": ({}, experts_that_do_not_route),
 }
@@ -269,6 +270,7 @@ def test_gates_that_stay(why):
         "other experts": "gates of 4 experts in layers of 8",
         "a class of its own": "gates of other classes",
         "a gate with the shared experts'": "with the shared experts'",
+        "shared experts": "16-bit gates with shared experts beside them on another stream",
         "data parallel": "gates whose tokens move between ranks",
     }.items(),
 )

@@ -158,8 +158,9 @@ def _router(step: Step) -> Found:
     """Find a router's GEMM before its top-k.
 
     Parameters are the GEMM's sizes, "float32" for such a weight, then `grouped_topk`'s without the experts. With that weight the GEMM has no
-    op, and a top-k of vLLM's has none.
+    op, and a top-k of vLLM's has none. Without it the plugin keeps two launches beside shared experts (vllm/moe/routing_gate.py).
     """
+    has_shared = any(launch.layer == SHARED_ACTIVATION for launch in step)
     for product, choice in itertools.pairwise(step):
         if (
             (product.layer, choice.layer) != ("router", "routing")
@@ -169,7 +170,7 @@ def _router(step: Step) -> Found:
             continue
         plain = PLAIN_ROUTING if len(choice.parameters) == 3 else ()
         is_op = isinstance(product, LayerCall)
-        if product.op is ops.unquantized_gemm if is_op else product.dtype == torch.float32:
+        if product.op is ops.unquantized_gemm and not has_shared if is_op else product.dtype == torch.float32:
             weight = () if is_op else ("float32",)
             launches = (each if isinstance(each, LayerCall) else each.layer for each in (product, choice))
             yield (*launches,), (*product.parameters, *weight, *choice.parameters[1:], *plain)

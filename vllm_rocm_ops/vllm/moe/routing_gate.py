@@ -202,7 +202,18 @@ def refusal(layer: torch.nn.Module, gate: gate_calls.Gate) -> str:
     is_read = weight.dtype in (torch.bfloat16, torch.float32) and config.in_dtype == torch.bfloat16
     if not is_read or out_dtype not in (None, weight.dtype):
         return f"gates of {weight.dtype} with {config.in_dtype} tokens and logits of {out_dtype or weight.dtype}"
+    if weight.dtype == torch.bfloat16 and runs_beside_shared_experts(layer):
+        return "16-bit gates with shared experts beside them on another stream"
     return ""
+
+
+def runs_beside_shared_experts(layer: torch.nn.Module) -> bool:
+    """True if vLLM runs an MoE layer's shared experts on a stream of their own, with the gate and the experts.
+
+    They delay one launch more than two: the last of its blocks routes. It takes 8.1 us alone and 17.9 us there, its two
+    launches 8.3 and 9.7 us: Qwen3-Next, 8 tokens, H200, b0471149.
+    """
+    return getattr(getattr(layer, "shared_experts", None), "_stream", None) is not None
 
 
 def adopt(models: Iterable[torch.nn.Module]) -> None:
