@@ -282,7 +282,7 @@ def test_other_steps_are_vllms_with_the_same_states(made, kind, tokens, monkeypa
 
 @pytest.mark.parametrize("most", [2, 3])
 def test_the_launch_projects_b_and_a_of_few_requests(made, most, monkeypatch):
-    """Of more requests in_proj_ba does, within the same op."""
+    """With more requests the op runs in_proj_ba first."""
     part = made(tokens=256)
     qkvz, tokens, conv, state, metadata = part.inputs(3, 0)
     monkeypatch.setattr(layers, "MOST_PROJECTED", most)
