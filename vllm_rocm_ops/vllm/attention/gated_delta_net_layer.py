@@ -242,9 +242,7 @@ def may_project(layer: torch.nn.Module) -> bool:
         return False
     linear = layer.in_proj_ba
     weight, method = getattr(linear, "weight", None), getattr(linear, "quant_method", None)
-    is_plain = isinstance(linear, LinearBase) and isinstance(
-        method, UnquantizedLinearMethod
-    )  # else quantized, or LoRA's
+    is_plain = isinstance(linear, LinearBase) and isinstance(method, UnquantizedLinearMethod)  # not LoRA's
     if not is_plain or linear.bias is not None or weight.dim() != 2 or weight.dtype != torch.bfloat16:
         return False
     rows, columns = weight.shape
