@@ -14,7 +14,7 @@
 // V heads of a K head read the same channels of q and k, whose state the last of their blocks to arrive writes: a block
 // counts after it has read them, and looks at the count at its end, so that no block waits for another.
 //
-// Some kernels project b and a of a head from the request's token: loads from a cache, in flight before those of S, and
+// Some kernels project b and a of a head from the request's token: loads from a cache, in flight before the loads of S, and
 // sums that waves exchange at the barrier after the convolution.
 #include "device/divisor.h"
 #include "device/float8.h"

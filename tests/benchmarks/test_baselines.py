@@ -268,7 +268,7 @@ def test_two_launches_leave_what_one_does_that_projects_b_and_a():
 
 
 def test_four_launches_make_a_gated_activation():
-    """Of the activation and the sigmoid, each is the op's without the other."""
+    """The activation times the sigmoid is the op's result."""
     case = next(case for case in ops.silu_and_mul_with_expert_gate.cases() if case.name == "qwen3-next")
     given = case.make("cpu", torch.Generator().manual_seed(0), torch.float8_e4m3fn)
     activation, gated = BASELINES["silu_and_mul_with_expert_gate"]["four launches"].call(*given)
