@@ -13,6 +13,9 @@
 //
 // V heads of a K head read the same channels of q and k, whose state the last of their blocks to arrive writes: a block
 // counts after it has read them, and looks at the count at its end, so that no block waits for another.
+//
+// Some kernels project b and a of a head from the request's token: loads from a cache, in flight before the loads of S, and
+// sums that waves exchange at the barrier after the convolution.
 #include "device/divisor.h"
 #include "device/float8.h"
 #include "device/reduce.h"
@@ -23,6 +26,7 @@ constexpr int kRowLanes = 16;              // per row of S
 constexpr int kOutLanes = kSize / kChunk;  // that store a row of a head
 constexpr int kWidth = 4;                  // rows of the convolution
 constexpr int kPast = kWidth - 1;          // of them in its state
+constexpr int kMaxTokenColumns = 4096;
 constexpr float kLog2E = 1.4426950408889634f, kNormEpsilon = 1e-6f, kQueryScale = 0.08838834764831845f;
 
 struct GatedDeltaNetProblem {
@@ -52,6 +56,13 @@ struct GatedDeltaNetProblem {
   float* out_scales;       // one per row and V head: out is e4m3
   i64 out_scales_stride, out_scales_head_stride;
   u32* counters;  // [requests, key_heads], if value_heads > 1
+};
+
+// With the projection of b and a, of one row per request: `ba` has the tokens [rows, token_columns].
+struct ProjectingProblem : GatedDeltaNetProblem {
+  const void* ba_weight;  // [2 * V heads, token_columns] bf16, in the order of b and a in a row of ba
+  i64 ba_weight_stride;
+  int token_columns;  // a multiple of 8, at most kMaxTokenColumns
 };
 
 // A vector of 16 bytes of S.
@@ -89,18 +100,20 @@ DEVICE f32x2 sums_of(f32x2 x) {
 }
 DEVICE float exp_approx(float x) { return numerics::exp2_approx(x * kLog2E); }
 
-template <class S, bool kDrafts, int kThreads>
+template <class S, bool kDrafts, int kThreads, class Problem>
 struct GatedDeltaNet {
+  static constexpr bool kProjects = __is_same(Problem, ProjectingProblem);
+  static constexpr int kTokenVectors = kMaxTokenColumns / (kChunk * kThreads);  // per thread
   static constexpr int kPairs = StateVector<S>::kPairs;
   static constexpr int kVectors = kSize / (kRowLanes * 2 * kPairs);  // of S, per lane and row
   static constexpr int kLanePairs = kVectors * kPairs;
   static constexpr int kRows = kSize * kRowLanes / kThreads;  // of S, per thread
   static constexpr int kParts = 4 * kSize / kThreads;         // columns of a row per thread: of q, k, v, z
 
-  const GatedDeltaNetProblem& p;
+  const Problem& p;
   const int head, request, thread, key_head, of_key_head;
 
-  DEVICE explicit GatedDeltaNet(const GatedDeltaNetProblem& p)
+  DEVICE explicit GatedDeltaNet(const Problem& p)
       : p(p),
         head(wave::block_id_x()),
         request(wave::block_id_y()),
@@ -172,6 +185,7 @@ struct GatedDeltaNet {
 
   DEVICE void steps(int first, int rows, const int* slots, int slot, int from, int accepted, float (*mixed)[kSize],
                     float* products) const {
+    LDS static f32x2 gates[kThreads / wave::kLanes];  // b and a, by wave
     // The operands of q, k, v and z before S, as loads return in order.
     f32x2 weight[kParts][2] = {};  // of z, the norm's
     u16 past[kParts][kPast] = {}, now[kParts];
@@ -188,7 +202,24 @@ struct GatedDeltaNet {
         for (int j = 0; j < kPast; ++j) past[i][j] = mem::load<u16>(of_slot + j * p.conv_position_stride);
       }
     }
-    float a = load_gate(first, p.a_start), b = load_gate(first, 0);
+    float a = 0.0f, b = 0.0f;
+    u32x4 token[kTokenVectors], of_b[kTokenVectors], of_a[kTokenVectors];
+    if constexpr (kProjects) {
+      const int row_of_b = key_head * p.gate_step + of_key_head;
+      const u16* const of_token = (const u16*)p.ba + i64(first) * p.ba_stride;
+      const u16* const weights = (const u16*)p.ba_weight + i64(row_of_b) * p.ba_weight_stride;
+#pragma unroll
+      for (int i = 0; i < kTokenVectors; ++i) {
+        const int index = thread + i * kThreads;
+        const bool in_bounds = index * kChunk < p.token_columns;
+        token[i] = mem::load_vector_or_zero(of_token, index, in_bounds);
+        of_b[i] = mem::load_vector_or_zero(weights, index, in_bounds);
+        of_a[i] = mem::load_vector_or_zero(weights + p.a_start * p.ba_weight_stride, index, in_bounds);
+      }
+    } else {
+      a = load_gate(first, p.a_start);
+      b = load_gate(first, 0);
+    }
     const float a_log = mem::load<float>(p.a_log + head), dt_bias = load_output(p.dt_bias, head, p.dt_bias_type);
     u32x4 loaded[kRows][kVectors];
     const u32x4* const of_slot = state(from);
@@ -227,7 +258,27 @@ struct GatedDeltaNet {
       }
       block_barrier();  // hazard: channels are read that others write
     };
+    if constexpr (kProjects) {
+      f32x2 sum_b = {}, sum_a = {};
+#pragma unroll
+      for (int i = 0; i < kTokenVectors; ++i) {
+        const Chunk x = unpack<Bf16>(token[i]), wb = unpack<Bf16>(of_b[i]), wa = unpack<Bf16>(of_a[i]);
+#pragma unroll
+        for (int j = 0; j < kChunk / 2; ++j) {
+          sum_b = __builtin_elementwise_fma(x.pair[j], wb.pair[j], sum_b);
+          sum_a = __builtin_elementwise_fma(x.pair[j], wa.pair[j], sum_a);
+        }
+      }
+      const float of_wave_b = wave::reduce(sum_b.x + sum_b.y, 0.0f, Add{});
+      const float of_wave_a = wave::reduce(sum_a.x + sum_a.y, 0.0f, Add{});
+      if (wave::lane() == 0) gates[wave::index()] = {of_wave_b, of_wave_a};
+    }
     convolve(0);
+    if constexpr (kProjects)
+      for (int i = 0; i < kThreads / wave::kLanes; ++i) {
+        b += gates[i].x;
+        a += gates[i].y;
+      }
     u32 arrived = 0;
     if (p.value_heads > 1 && thread == 0)
       arrived = block_count(p.counters + request * p.key_heads + key_head, p.value_heads);
@@ -333,15 +384,15 @@ struct GatedDeltaNet {
   }
 };
 
-#define INSTANCE(symbol, S, drafts, threads, blocks)                   \
-  KERNEL(threads, blocks) symbol(const GatedDeltaNetProblem problem) { \
-    GatedDeltaNet<S, drafts, threads>(problem).run();                  \
-  }
-// The symbols end in the type of S, whether a request may have several rows, and the threads.
-#define INSTANCES(type, S, more)                                          \
-  INSTANCE(gated_delta_net_decode_##type##_x256, S, false, 256, 2 + more) \
-  INSTANCE(gated_delta_net_decode_##type##_x512, S, false, 512, 1 + more) \
-  INSTANCE(gated_delta_net_decode_##type##_drafts_x256, S, true, 256, 2)  \
-  INSTANCE(gated_delta_net_decode_##type##_drafts_x512, S, true, 512, 1)
+#define INSTANCE(symbol, S, drafts, threads, blocks, Problem) \
+  KERNEL(threads, blocks) symbol(const Problem problem) { GatedDeltaNet<S, drafts, threads, Problem>(problem).run(); }
+// The symbols end in the type of S, whether a request may have several rows or b and a are projected, and the threads.
+#define INSTANCES(type, S, more)                                                                \
+  INSTANCE(gated_delta_net_decode_##type##_x256, S, false, 256, 2 + more, GatedDeltaNetProblem) \
+  INSTANCE(gated_delta_net_decode_##type##_x512, S, false, 512, 1 + more, GatedDeltaNetProblem) \
+  INSTANCE(gated_delta_net_decode_##type##_drafts_x256, S, true, 256, 2, GatedDeltaNetProblem)  \
+  INSTANCE(gated_delta_net_decode_##type##_drafts_x512, S, true, 512, 1, GatedDeltaNetProblem)  \
+  INSTANCE(gated_delta_net_decode_##type##_ba_x256, S, false, 256, 2 + more, ProjectingProblem) \
+  INSTANCE(gated_delta_net_decode_##type##_ba_x512, S, false, 512, 1 + more, ProjectingProblem)
 INSTANCES(bf16, Bf16, 1)
 INSTANCES(fp32, float, 0)

@@ -174,6 +174,10 @@ def order(
     has_shared = any(launch.layer.startswith("shared") for launch in launched)
     fused = fused_calls.calls(config, tp, ep, arch=arch)
     delta_net, inside = next((call for call in fused if call.op is ops.gated_delta_net_decode), None), 0
+    if delta_net and delta_net.parts:  # apart here: the projection of b and a
+        launches = tuple(launch for launch in delta_net.launches if isinstance(launch, str))
+        given = {"parameters": (*delta_net.parameters[:-1], 0), "launches": launches}
+        delta_net = dataclasses.replace(delta_net, layer=" + ".join(launches), **given)
     for launch in launched:
         is_call, inside = isinstance(launch, LayerCall), max(inside - 1, 0)
         if launch.layer == model_layers.DELTA_NET:  # with what follows: vLLM's launches have no bytes of their own

@@ -16,6 +16,7 @@ from vllm_rocm_ops.core.correctness import as_tuple, clone
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools.bench import decode_attention, experts, gemm_dtypes
+from vllm_rocm_ops.tools.bench import gated_delta_net as gated_delta_net_list
 from vllm_rocm_ops.tools.bench.baselines import BASELINES, attention, baselines, gated_delta_net, installed
 from vllm_rocm_ops.tools.bench.baselines import experts as vllm_experts
 from vllm_rocm_ops.vllm.graph.vllm_row_kernels import COMPILED
@@ -250,3 +251,26 @@ def test_vllms_experts_compute_a_share_in_the_tiles_that_are_named(routed, share
 def _shapes_of(share: experts.Share, dtype: torch.dtype, monkeypatch) -> list[experts.Experts]:
     monkeypatch.setattr(experts, "SHARES", {"one": share})
     return list(experts.experts((1, 3), dtype))
+
+
+def test_two_launches_leave_what_one_does_that_projects_b_and_a():
+    """The baseline takes only calls with tokens."""
+    op, baseline = ops.gated_delta_net_decode, BASELINES["gated_delta_net_decode"]["two launches"]
+    make = functools.partial(gated_delta_net_list._make, (1, 2, True, torch.bfloat16, 64), 2)
+    found, wanted = (
+        op.Arguments(*make("cpu", torch.Generator().manual_seed(0), torch.float8_e4m3fn)) for _ in range(2)
+    )
+    baseline.call(*baseline.prepare(*found))
+    op(*wanted)
+    assert (found.out - wanted.out).float().norm() < 0.02 * wanted.out.float().norm()
+    with pytest.raises(ValueError, match="tokens in place of b and a"):
+        baseline.prepare(*found._replace(ba=found.out, tokens=None))
+
+
+def test_four_launches_make_a_gated_activation():
+    """The activation times the sigmoid is the op's result."""
+    case = next(case for case in ops.silu_and_mul_with_expert_gate.cases() if case.name == "qwen3-next")
+    given = case.make("cpu", torch.Generator().manual_seed(0), torch.float8_e4m3fn)
+    activation, gated = BASELINES["silu_and_mul_with_expert_gate"]["four launches"].call(*given)
+    product = activation.float() * (gated.float() / given[1].float()).nanmean(1, keepdim=True)
+    assert (product - ops.silu_and_mul_with_expert_gate(*given).float()).norm() < 0.02 * product.norm()

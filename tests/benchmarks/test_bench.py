@@ -406,7 +406,7 @@ TOKENS = (1, 8, 16, 32, 64, 128)
         *(("gates", TOKENS, 6 * 5), ("expert-gates", TOKENS, 4 * 3 * 6)),
         *(("moe", TOKENS, 6 * 14), ("attention", None, 24), ("gemm-dtypes", None, 96)),
         ("decode-attention", None, 2 * 52 + 4 * 3 + 16),
-        ("gated-delta-net", TOKENS, 2 * 6),
+        ("gated-delta-net", TOKENS, 3 * 6),
     ],
 )
 def test_a_list_has_every_shape_once(name, tokens, count):

@@ -275,6 +275,12 @@ BREACHES = [
         norm_weight=(64,),
         out=(1, 64),
     ),
+    Breach(
+        "tokens have no row_starts",
+        "gated_delta_net_decode/tokens-fp32",
+        accepted=torch.ones(2, dtype=torch.int32, device="meta"),
+        row_starts=torch.ones(3, dtype=torch.int32, device="meta"),
+    ),
     # Routing
     Breach("topk is at most 32", "topk_softmax/bf16", topk=33),
     Breach("topk is at most 32", "topk_sigmoid/bf16", topk=33),

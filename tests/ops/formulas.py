@@ -717,7 +717,15 @@ def gated_delta_net_decode(before, after, outputs: tuple) -> Found:
     """Yield the states, of which slots that no row has are unchanged, and the results; `sizes` are sums of absolute terms."""
     a, (_, heads, of_v, of_k) = before, before.state.shape
     groups = (a.qkvz.shape[1] // of_k - 2 * heads * of_v // of_k) // 2
-    each, (x, ba) = heads // groups, (a.qkvz.double(), a.ba.double())
+    each, x, gate_off = heads // groups, a.qkvz.double(), torch.zeros(len(a.qkvz), 2 * heads, dtype=torch.float64)
+    if a.ba is None:
+        ba = a.tokens.double() @ a.ba_weight.double().t()
+        gate_off = OF_TERMS * (a.tokens.double().abs() @ a.ba_weight.double().abs().t())
+    else:
+        ba = a.ba.double()
+    if a.is_interleaved:
+        parts = gate_off.unflatten(1, (groups, -1)).split([each, each], 2)
+        gate_off = torch.cat([part.flatten(1) for part in parts], 1)
     if a.is_interleaved:
         x, ba = x.unflatten(1, (groups, -1)), ba.unflatten(1, (groups, -1))
         q, k, v, z = (part.flatten(1) for part in x.split([of_k, of_k, each * of_v, each * of_v], 2))
@@ -726,6 +734,8 @@ def gated_delta_net_decode(before, after, outputs: tuple) -> Found:
         q, k, v, z = x.split([groups * of_k, groups * of_k, heads * of_v, heads * of_v], 1)
         b, alpha = ba.split([heads, heads], 1)
     x, width = torch.cat([q, k, v], 1), a.conv_weight.shape[1]
+    b_off, a_off = gate_off.split([heads, heads], 1)
+    gate_off = b_off + a_off * torch.exp(a.a_log.double())  # of beta and decay, relative
     rate = torch.exp(a.a_log.double()) * torch.log1p(torch.exp(alpha + a.dt_bias.double()))
     conv, state, y = a.conv_state.double().clone(), a.state.double().clone(), x.new_zeros(len(x), heads, of_v)
     state_off, off = torch.zeros_like(state), torch.zeros_like(y)
@@ -748,14 +758,18 @@ def gated_delta_net_decode(before, after, outputs: tuple) -> Found:
             s, sizes = decay * s, decay * sizes
             step = beta * (v.abs() + (sizes * k.abs()).sum(2, keepdim=True))
             s, sizes = s + beta * (v - (s * k).sum(2, keepdim=True)) * k, sizes + step * k.abs()
-            o, o_off = (s * q).sum(2), FP32 * (sizes * q.abs()).sum(2)
+            relative = FP32 + gate_off[t, :, None]
+            o, o_off = (s * q).sum(2), relative * (sizes * q.abs()).sum(2)
             inverse = torch.rsqrt(o.square().mean(1, keepdim=True) + a.epsilon)
             factor = inverse * a.norm_weight.double() * silu(z[t].view(heads, of_v))
             y[t] = o * factor
             o_off = o_off + o.abs() * inverse * o_off.square().mean(1, keepdim=True).sqrt()
             off[t] = o_off * factor.abs() + FP32 * y[t].abs()
             if slots[t - first] > 0:
-                state[slots[t - first]], state_off[slots[t - first]] = s, FP32 * sizes + rounded(s, a.state.dtype)
+                state[slots[t - first]], state_off[slots[t - first]] = (
+                    s,
+                    relative[..., None] * sizes + rounded(s, a.state.dtype),
+                )
     yield "conv_state", after.conv_state.double(), conv, torch.zeros_like(conv)
     yield "state", after.state.double(), state, state_off
     y, off = y.flatten(1), off.flatten(1)

@@ -42,14 +42,14 @@ def install_absent() -> None:
     mamba_utils.batch_memcpy = copy_all
 
 
-def keep_expert_gates() -> None:
-    """Leave the weights of shared experts' gates as they are, which vLLM packs on a CPU."""
+def keep_small_weights() -> None:
+    """Leave the weights of shared experts' gates and of b and a as they are, which vLLM packs on a CPU."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     prepare = UnquantizedLinearMethod.process_weights_after_loading
 
     def process_weights_after_loading(self, layer):
-        if len(layer.weight) == 1:
+        if len(layer.weight) <= 8:
             layer.cpu_linear = torch.nn.functional.linear
         else:
             prepare(self, layer)

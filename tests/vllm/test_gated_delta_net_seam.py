@@ -12,7 +12,9 @@ from fakes import Fake, change, check_and_time, parameter, require_near, spoil
 from marks import FULL, full
 from test_drafts import NGRAM, PLAIN_NUMBA, WITHOUT_DRAFTS
 from test_families import INSTALLED
+from test_routing_gate import one_rank  # noqa: F401
 from vllm.model_executor.layers.fusion import quant_activation
+from vllm.model_executor.layers.linear import ReplicatedLinear
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
@@ -61,8 +63,17 @@ class OutProjection(torch.nn.Module):
         return x, None
 
 
+def projection(columns: int) -> torch.nn.Module:
+    """Return in_proj_ba as vLLM makes it, with a weight as loaded."""
+    linear = ReplicatedLinear(columns, 2 * HEADS, bias=False, params_dtype=torch.bfloat16)
+    weight = torch.randn(2 * HEADS, columns, generator=torch.Generator().manual_seed(5)) * columns**-0.5
+    linear.weight.data.copy_(2 * weight)
+    linear.cpu_linear = torch.nn.functional.linear
+    return linear
+
+
 @pytest.fixture
-def made(configuration, monkeypatch):
+def made(configuration, one_rank, monkeypatch):  # noqa: F811
     """Return a function that makes a part of a layer of vLLM's."""
     from vllm.model_executor.layers.layernorm import RMSNormGated
     from vllm.model_executor.layers.mamba import mamba_utils
@@ -76,7 +87,12 @@ def made(configuration, monkeypatch):
     gdn_attention.register_cpu_gdn_attention_ops()
 
     def make(
-        interleaved: bool = True, state: str = "auto", kind: str = "", drafts: int = 0, dim_first: bool = False
+        interleaved: bool = True,
+        state: str = "auto",
+        kind: str = "",
+        drafts: int = 0,
+        dim_first: bool = False,
+        tokens: int = 0,
     ) -> GatedDeltaNetPart:
         monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS" if dim_first else "SD")
         generator = torch.Generator().manual_seed(0)
@@ -95,6 +111,8 @@ def made(configuration, monkeypatch):
         weight = 0.5 * torch.randn(CHANNELS, 1, 4, generator=generator)
         layer.conv1d.weight, layer.conv1d.bias = parameter(weight.bfloat16()), None
         layer.in_proj_qkvz, layer.in_proj_ba, layer.out_proj = (OutProjection(kind) for _ in range(3))
+        if tokens:
+            layer.in_proj_ba = projection(tokens)
         settings = Fake(static_forward_context={"layers.0": layer}, fast_moe_cold_start=False, static_all_moe_layers=[])
         speculative = Fake(num_speculative_tokens=drafts) if drafts else None
         config = Fake(
@@ -117,6 +135,7 @@ CASES = {
         "dim_first": True,
     },
     "1:2x128 bfloat16 2 rows to e4m3": {"interleaved": False, "kind": "static", "drafts": 1},
+    "1:2x128 bfloat16 interleaved from 256": {"tokens": 256},
 }
 
 
@@ -153,8 +172,8 @@ def test_each_result_is_checked(made, result, monkeypatch):
 def test_its_name_is_that_of_a_models_call(made):
     for shape, given in CASES.items():
         if not given.get("drafts"):
-            state, kind = given.get("state", "bfloat16"), given.get("kind", "")
-            assert shape in shapes_of((1, 2, given.get("interleaved", True), state, kind), torch.bfloat16)
+            state, *rest = given.get("state", "bfloat16"), given.get("kind", ""), given.get("tokens", 0)
+            assert shape in shapes_of((1, 2, given.get("interleaved", True), state, *rest), torch.bfloat16)
             assert made(**given).pattern.shape == shape
 
 
@@ -226,12 +245,14 @@ def test_a_padded_graph_has_more_slots_than_requests(made):
 
 def projected(part: GatedDeltaNetPart, metadata, adopted: bool) -> tuple[torch.Tensor, ...]:
     """Return what a layer hands to out_proj, dequantized, and both states, after a step."""
-    qkvz, ba, conv, state, _ = part.inputs(metadata.num_actual_tokens, 0)
+    qkvz, gates, conv, state, _ = part.inputs(metadata.num_actual_tokens, 0)
     layer = part.layer
-    layer.in_proj_qkvz.forward, layer.in_proj_ba.forward = (lambda x, y=y: (y, None) for y in (qkvz, ba))
+    layer.in_proj_qkvz.forward = lambda x: (qkvz, None)
+    if not part.core.projects:
+        layer.in_proj_ba.forward = lambda x: (gates, None)
     layers.adopt(layer, adopted)
     with part.running(conv, state, metadata), torch.inference_mode():
-        found = layer(qkvz)
+        found = layer(gates if part.core.projects else qkvz)
     layers.adopt(layer, False)
     if isinstance(found, fused_quant.Quantized):
         scales = found.scale.expand(len(qkvz), HEADS) if found.scale.dim() < 2 else found.scale
@@ -239,10 +260,11 @@ def projected(part: GatedDeltaNetPart, metadata, adopted: bool) -> tuple[torch.T
     return found.float(), conv, state
 
 
+@pytest.mark.parametrize("tokens", [0, 256])
 @pytest.mark.parametrize("kind", ["", "static", "groups"])
-def test_other_steps_are_vllms_with_the_same_states(made, kind, monkeypatch):
+def test_other_steps_are_vllms_with_the_same_states(made, kind, tokens, monkeypatch):
     """A layer with the launch leaves a prefill and a step of decodes as vLLM's layer does, and quantizes what it hands over."""
-    part = made(kind=kind)
+    part = made(kind=kind, tokens=tokens)
     decodes = step(part)
     start = torch.tensor([0, 3], dtype=torch.int32)
     prefill = step(part, num_prefills=1, num_decodes=0, non_spec_query_start_loc=start)
@@ -256,6 +278,50 @@ def test_other_steps_are_vllms_with_the_same_states(made, kind, monkeypatch):
         torch.testing.assert_close(values, wanted, rtol=0.07 if kind else 0.02, atol=0.03)
         for now, then in zip(states, left):
             torch.testing.assert_close(now, then, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_the_launch_projects_b_and_a_of_few_requests(made, most, monkeypatch):
+    """With more requests the op runs in_proj_ba first."""
+    part = made(tokens=256)
+    qkvz, tokens, conv, state, metadata = part.inputs(3, 0)
+    monkeypatch.setattr(layers, "MOST_PROJECTED", most)
+    with part.running(conv, state, metadata):
+        given = OP.Arguments(*part.core.arguments(qkvz, tokens, layers.requests_of(metadata), part.core.outputs(qkvz)))
+    if most == 3:
+        assert given.ba is None and given.tokens is tokens and given.ba_weight is part.layer.in_proj_ba.weight
+    else:
+        assert given.tokens is None and torch.equal(given.ba, part.layer.in_proj_ba(tokens)[0])
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer as LoRA wraps it."""
+
+    def __init__(self, base_layer: torch.nn.Module):
+        super().__init__()
+        self.base_layer, self.weight, self.quant_method = base_layer, base_layer.weight, base_layer.quant_method
+        self.bias = None
+
+
+APART = {
+    "drafts": lambda layer: setattr(layer, "num_spec", 1),
+    "LoRA": lambda layer: setattr(layer, "in_proj_ba", Adapted(layer.in_proj_ba)),
+    "a quantized weight": lambda layer: setattr(layer.in_proj_ba, "quant_method", Fake()),
+    "a float32 weight": lambda layer: layer.in_proj_ba.float(),
+    "a bias": lambda layer: setattr(layer.in_proj_ba, "bias", parameter(torch.zeros(2 * HEADS))),
+    "a packed weight": lambda layer: setattr(layer.in_proj_ba, "weight", parameter(torch.zeros(0).bfloat16())),
+    "odd columns": lambda layer: setattr(layer, "in_proj_ba", projection(252)),
+    "many columns": lambda layer: setattr(layer, "in_proj_ba", projection(4104)),
+    "heads of other ranks": lambda layer: setattr(layer, "tp_size", 2),
+}
+
+
+@pytest.mark.parametrize("why", APART)
+def test_other_projections_of_b_and_a_stay_apart(made, why):
+    layer = made(tokens=256).layer
+    assert layers.may_project(layer)
+    APART[why](layer)
+    assert not layers.may_project(layer)
 
 
 def test_a_layer_is_served_where_it_won_or_is_forced(made, monkeypatch):
@@ -287,7 +353,7 @@ RUN = [name for name in MODELS if FULL or name != "static"]
 BEFORE = f"""{PLAIN_NUMBA}
 import delta_net
 delta_net.install_absent()
-delta_net.keep_expert_gates()
+delta_net.keep_small_weights()
 """
 EXPERT_GATE = "silu_and_mul_with_expert_gate_per_token_quant"
 

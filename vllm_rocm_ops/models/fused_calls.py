@@ -24,6 +24,7 @@ from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers
 from vllm_rocm_ops.models.arguments import PAGE
 from vllm_rocm_ops.models.layers import DELTA_NET, GATED_NORM, NORMS, Launch, LayerCall
+from vllm_rocm_ops.ops.shared.gated_delta_net import MAX_TOKEN_COLUMNS
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 
@@ -31,6 +32,8 @@ ATTENTION, QUANTIZATION, V_UP = "attention", "o's input quantization", "W_UV"
 HEAD_NORMS, ROTATION, CACHE_WRITE = "norms of q and k", "rotation", "cache write"
 """Launches around attention, the only one of them that is an op by itself."""
 SHARED_QUANTIZATION, EXPERTS_NORM, EXPERTS = "shared experts' input quantization", "post-attention norm", "experts"
+GATES = "in_proj_ba"
+"""The projection of Gated DeltaNet's b and a."""
 SHARED_SUM, SHARED_ACTIVATION, SHARED_GATE = "sum with shared experts", "shared SwiGLU", "shared gate"
 PLAIN_ROUTING = 1, 1, "softmax", 1.0, False
 """`grouped_topk`'s parameters with which it routes as `topk_softmax`: groups, scores, scale, and whether there is a bias."""
@@ -356,28 +359,46 @@ def _quantized_v_up(tokens: int, inputs: Inputs, heads: int, k: int, n: int, tra
 
 
 def _delta_nets(step: Step) -> Found:
-    """Find convolution and recurrence of Gated DeltaNet, with the norm and the quantization of out_proj's input if the op has it."""
+    """Find convolution and recurrence of Gated DeltaNet, with the projection of b and a, the norm and the quantization of out_proj's input.
+
+    The op has the projection in 16 bits, and some of the quantizations.
+    """
     for place, launch in enumerate(step):
         if launch.layer == DELTA_NET:
             after = step[place + 2] if place + 2 < len(step) else None
             kind = KINDS.get(after.parameters[0], "") if after is not None and after.layer == QUANTIZATION else ""
-            yield (DELTA_NET, GATED_NORM, *[QUANTIZATION] * bool(kind)), (*launch.parameters, kind)
+            gates = step[place - 1]
+            projects = gates.layer == GATES and getattr(gates, "op", None) is ops.unquantized_gemm
+            columns = gates.parameters[1] if projects and len(gates.parameters) == 2 else 0
+            projects = 0 < columns <= MAX_TOKEN_COLUMNS and columns % 8 == 0
+            launches = *[gates] * projects, DELTA_NET, GATED_NORM, *[QUANTIZATION] * bool(kind)
+            yield launches, (*launch.parameters, kind, columns * projects)
 
 
 def _delta_net(
-    requests: int, inputs: Inputs, key_heads: int, heads: int, is_interleaved: bool, state: str, kind: str
+    requests: int,
+    inputs: Inputs,
+    key_heads: int,
+    heads: int,
+    is_interleaved: bool,
+    state: str,
+    kind: str,
+    token_columns: int,
 ) -> tuple:
     """Return arguments of `gated_delta_net_decode`, with a slot and a row per request."""
     channels, slots = (2 * key_heads + heads) * BLOCK, 1 + requests
+    ba, of_ba = inputs.values(requests, 2 * heads) if not token_columns else None, ()
+    if token_columns:
+        of_ba = inputs.values(requests, token_columns), inputs.values(2 * heads, token_columns) * token_columns**-0.5
     indices = torch.arange(1, slots, dtype=torch.int32, device=inputs.device).view(-1, 1)
     scales = (inputs.scales(1), None) if kind == "static" else (None, inputs.scales(requests, heads) if kind else None)
     return (
-        *(inputs.values(requests, channels + heads * BLOCK), inputs.values(requests, 2 * heads), is_interleaved),
+        *(inputs.values(requests, channels + heads * BLOCK), ba, is_interleaved),
         *(inputs.values(slots, 3, channels).transpose(1, 2), inputs.values(channels, 4)),
         inputs.values(slots, heads, BLOCK, BLOCK, dtype=getattr(torch, state)),
         *(inputs.scales(heads), inputs.values(heads), inputs.values(BLOCK), 1e-6, indices),
         inputs.values(requests, heads * BLOCK, dtype=inputs.fp8_dtype if kind else None),
-        *(None, None, *scales),
+        *(None, None, *scales, *of_ba),
     )
 
 

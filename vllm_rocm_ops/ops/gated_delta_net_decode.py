@@ -24,7 +24,7 @@ from vllm_rocm_ops.core.launch import Counters, Launch, fields
 from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import aligned, apart_contract, describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention, gated_delta_net
-from vllm_rocm_ops.ops.shared.gated_delta_net import sizes_of
+from vllm_rocm_ops.ops.shared.gated_delta_net import is_tensor, sizes_of
 from vllm_rocm_ops.ops.shared.gemm import OUT_TYPES, divisor
 
 __all__ = ["gated_delta_net_decode"]
@@ -56,7 +56,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     wanted = f"floating point of 16 bits or more, [T, {least} + 2 * K heads * {key}], K heads a divisor of {heads}"
     yield "qkvz", wanted, describe(a.qkvz), holds
     rows, dtype, channels = a.qkvz.shape[0], a.qkvz.dtype, sizes_of(a).channels
-    yield "ba", f"{dtype} [T={rows}, {2 * heads}]", describe(a.ba), _is(a.ba, dtype, rows, 2 * heads)
+    yield from gated_delta_net.gates_contract(a, dtype, rows, 2 * heads)
     w = a.conv_weight
     holds = w.dim() == 2 and w.dtype == dtype and w.shape[0] == channels and w.shape[1] > 0
     yield "conv_weight", f"{dtype} [{channels}, 1 or more]", describe(w), holds
@@ -69,17 +69,17 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     holds = c.dim() == 3 and c.dtype == dtype and c.shape[:2] == (slots, channels) and c.shape[2] >= positions
     yield "conv_state", f"{dtype} [slots={slots}, {channels}, {positions} or more]", describe(c), holds
     yield apart_contract("conv_state", c)
-    yield "a_log", f"float32 [{heads}]", describe(a.a_log), _is(a.a_log, torch.float32, heads)
+    yield "a_log", f"float32 [{heads}]", describe(a.a_log), is_tensor(a.a_log, torch.float32, heads)
     for name, x, count in (("dt_bias", a.dt_bias, heads), ("norm_weight", a.norm_weight, value)):
         yield name, f"{dtype} or float32 [{count}]", describe(x), _floats(x, dtype, (count,))
     if a.row_starts is None:
         yield "accepted", "None without row_starts", "a tensor", a.accepted is None
         yield "indices", f"at most T={rows} requests without row_starts", f"{requests} requests", requests <= rows
     else:
-        holds = a.accepted is not None and _is(a.accepted, torch.int32, requests)
+        holds = a.accepted is not None and is_tensor(a.accepted, torch.int32, requests)
         got = "None" if a.accepted is None else describe(a.accepted)
         yield "accepted", f"int32 [requests={requests}] with row_starts", got, holds
-        holds = _is(a.row_starts, torch.int32, requests + 1)
+        holds = is_tensor(a.row_starts, torch.int32, requests + 1)
         yield "row_starts", f"int32 [requests + 1 = {requests + 1}]", describe(a.row_starts), holds
     yield from attention.scale_contract("out_scale", a.out_scale)
     quantizes = a.out_scale is not None or a.out_scales is not None
@@ -90,13 +90,9 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     if a.out_scales is not None:
         yield "out_scales", "None with an out_scale", "both", a.out_scale is None
         wanted = rows, heads * value // SIZE
-        holds = _is(a.out_scales, torch.float32, *wanted) and heads * value % SIZE == 0
+        holds = is_tensor(a.out_scales, torch.float32, *wanted) and heads * value % SIZE == 0
         yield "out_scales", f"float32 {list(wanted)}, one per {SIZE} columns", describe(a.out_scales), holds
         yield apart_contract("out_scales", a.out_scales)
-
-
-def _is(x: Tensor, dtype: torch.dtype, *shape: int) -> bool:
-    return x.dtype == dtype and x.shape == shape
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
@@ -106,7 +102,7 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"K and V are {SIZE}", sizes.key == sizes.value == SIZE
     yield f"the convolution has {WIDTH} rows", a.conv_weight.shape[1] == WIDTH
     yield "qkvz's rows are contiguous and 16-byte aligned", a.qkvz.stride(1) == 1 and aligned(a.qkvz)
-    yield "ba's rows are contiguous", a.ba.stride(1) == 1
+    yield from gated_delta_net.gates_rules(a)
     inner = a.state[0].is_contiguous()
     yield "a slot of state is contiguous and 16-byte aligned", inner and aligned(a.state.flatten(1) if inner else None)
     yield "conv_weight is contiguous", a.conv_weight.is_contiguous()
@@ -153,13 +149,13 @@ def _plan(config: GatedDeltaNetConfig, outputs, a, arch: Arch) -> list[Launch]:
     slot, channel, position = a.conv_state.stride()
     scales = (0, 0) if a.out_scales is None else a.out_scales.stride()
     args = {
-        **{name: getattr(a, name) for name in ("qkvz", "ba", "conv_state", "conv_weight", "state", "a_log")},
+        **{name: getattr(a, name) for name in ("qkvz", "conv_state", "conv_weight", "state", "a_log")},
         **{name: getattr(a, name) for name in ("dt_bias", "norm_weight", "indices", "accepted", "row_starts")},
         **{name: getattr(a, name) for name in ("out", "out_scale", "out_scales")},
         **starts,
         **steps,
         "qkvz_stride": a.qkvz.stride(0),
-        "ba_stride": a.ba.stride(0),
+        **gated_delta_net.gates_arguments(a),
         "conv_slot_stride": slot,
         "conv_channel_stride": channel,
         "conv_position_stride": position,
@@ -180,8 +176,8 @@ def _plan(config: GatedDeltaNetConfig, outputs, a, arch: Arch) -> list[Launch]:
         "out_scales_head_stride": scales[1],
         "counters": Counters(requests * sizes.key_heads) if of_key_head > 1 else None,
     }
-    drafts = "" if a.row_starts is None else "_drafts"
-    symbol = f"gated_delta_net_decode_{STATES[a.state.dtype]}{drafts}_x{config.threads}"
+    kind = "_ba" if a.ba is None else "" if a.row_starts is None else "_drafts"
+    symbol = f"gated_delta_net_decode_{STATES[a.state.dtype]}{kind}_x{config.threads}"
     grid, block = (sizes.heads, requests, 1), (config.threads, 1, 1)
     return [Launch("gated_delta_net_decode", symbol, grid, block, fields("problem", args))]
 
@@ -212,7 +208,11 @@ def _inputs(requests, heads, given, device, generator, fp8_dtype) -> tuple:
         return wide.to(dtype).to(device)[..., : shape[-1]]
 
     qkvz = values(rows, channels + value_heads * size, padding=given.get("padding", 0))
-    ba = values(rows, 2 * value_heads, scale=2.0, padding=given.get("padding", 0))
+    ba, of_ba = values(rows, 2 * value_heads, scale=2.0, padding=given.get("padding", 0)), ()
+    if columns_of_token := given.get("tokens"):
+        padding = given.get("padding", 0)
+        gates = values(2 * value_heads, columns_of_token, scale=2.0 * columns_of_token**-0.5, padding=2 * padding)
+        ba, of_ba = None, (values(rows, columns_of_token, padding=padding), gates)
     slots, positions = 2 + requests * columns, width - 1 + columns - 1 + given.get("spare", 0)
     of_state = given.get("state", torch.bfloat16)
     state = values(slots, value_heads * size * size, scale=0.3, dtype=of_state, padding=given.get("page", 0))
@@ -255,6 +255,7 @@ def _inputs(requests, heads, given, device, generator, fp8_dtype) -> tuple:
         *(drafts or (None, None)),
         scale,
         scales,
+        *of_ba,
     )
 
 
@@ -270,6 +271,11 @@ def _cases() -> Iterator[Case]:
     yield case("padded-static", 2, (1, 1), padded={0: 0, 1: -1}, out="static", **fp32)
     yield case("three-per-key", 1, (2, 6), interleaved=True, page=24, spare=1)
     yield case("more-rows", 1, (1, 2), more=2, out="groups", out_padding=8)
+    yield case("tokens", 2, (2, 4), interleaved=True, tokens=2048, padded={1: 0})
+    yield case("tokens-fp32", 2, (1, 4), **fp32, out="groups", tokens=4096, padding=8)
+    yield case("tokens-short", 1, (1, 1), tokens=8, out="static", **fp32)
+    yield case("tokens-tail", 1, (1, 3), tokens=2056)
+    yield case("tokens-many-columns", 1, (1, 1), tokens=4104)
     drafts = {"counts": (3, 1, 2), "accepted": (2, 1, 3)}
     yield case("drafts", 3, (1, 2), **drafts, dim_first=True, more=1)
     yield case("drafts-fp32", 3, (1, 2), **drafts, **fp32, interleaved=True, out="groups", padded={1: 0}, spare=1)
@@ -300,7 +306,7 @@ def _cases() -> Iterator[Case]:
 )
 def gated_delta_net_decode(
     qkvz: Tensor,
-    ba: Tensor,
+    ba: Tensor | None,
     is_interleaved: bool,
     conv_state: Tensor,
     conv_weight: Tensor,
@@ -315,6 +321,8 @@ def gated_delta_net_decode(
     row_starts: Tensor | None = None,
     out_scale: Tensor | None = None,
     out_scales: Tensor | None = None,
+    tokens: Tensor | None = None,
+    ba_weight: Tensor | None = None,
 ) -> None:
     """Advance the states of each request by its rows, and compute their gated, normalized outputs.
 
@@ -325,7 +333,7 @@ def gated_delta_net_decode(
 
     Args:
         qkvz: [T, 2 * K heads * K + 2 * V heads * V], bf16; rows may be strided.
-        ba: [T, 2 * V heads], bf16: b and a.
+        ba: [T, 2 * V heads], bf16: b and a; None with tokens.
         is_interleaved: q, k, v, z, and b, a, stand together per K head, as in Qwen3-Next; else all q's come first, as in Qwen3.5.
         conv_state: [slots, channels of q, k and v, at least width - 1 + columns - 1], bf16, any strides: the last rows.
         conv_weight: [channels, width], bf16; kernels take a width of 4.
@@ -342,13 +350,15 @@ def gated_delta_net_decode(
             its slot.
         out_scale: float32, one element: the static scale of an e4m3 out.
         out_scales: [T, V heads * V / 128], float32, any strides: receives a dynamic scale per 128 columns of an e4m3 out.
+        tokens: [T, columns], bf16, without row_starts: what ba is projected from, by
+        ba_weight: [2 * V heads, columns], bf16. Kernels take up to 4096 columns, and do not round b and a.
 
     Source:
         vLLM's `causal_conv1d_update`, `fused_sigmoid_gating_delta_rule_update`, RMSNormGated and the quantization of out_proj's input.
     """
     a = gated_delta_net_decode.Arguments(
         qkvz, ba, is_interleaved, conv_state, conv_weight, state, a_log, dt_bias, norm_weight, epsilon, indices, out,
-        accepted, row_starts, out_scale, out_scales,
+        accepted, row_starts, out_scale, out_scales, tokens, ba_weight,
     )  # fmt: skip
     y = gated_delta_net.advance(a)
     if out_scale is not None:

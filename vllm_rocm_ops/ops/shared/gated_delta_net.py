@@ -1,4 +1,4 @@
-"""Compute Gated DeltaNet's decode step in plain PyTorch: the reference of ops/gated_delta_net_decode.py."""
+"""Compute Gated DeltaNet's decode step in plain PyTorch, the reference of ops/gated_delta_net_decode.py, and describe its gates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from vllm_rocm_ops.core.tensors import aligned, describe
+
 NORM_EPSILON = 1e-6  # of q and k
+MAX_TOKEN_COLUMNS = 4096
 
 
 class Sizes(NamedTuple):
@@ -32,10 +35,51 @@ def sizes_of(a) -> Sizes:
     return Sizes((a.qkvz.shape[1] - 2 * heads * value) // (2 * key), heads, key, value)
 
 
+def is_tensor(x: Tensor, dtype: torch.dtype, *shape: int) -> bool:
+    """True if a tensor has a dtype and a shape."""
+    return x.dtype == dtype and x.shape == shape
+
+
+def gates_contract(a, dtype: torch.dtype, rows: int, gates: int) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield the contract of b and a, of which a row has `gates`: given, or by their projection."""
+    if a.ba is not None:
+        yield "ba", f"{dtype} [T={rows}, {gates}]", describe(a.ba), is_tensor(a.ba, dtype, rows, gates)
+        yield "tokens", "None with ba", "a tensor", a.tokens is None
+        return
+    holds = a.tokens is not None and a.tokens.dim() == 2 and is_tensor(a.tokens, dtype, rows, a.tokens.shape[1])
+    got = "None" if a.tokens is None else describe(a.tokens)
+    yield "tokens", f"{dtype} [T={rows}, columns] without ba", got, holds
+    wanted, w = (gates, a.tokens.shape[1]), a.ba_weight
+    got = "None" if w is None else describe(w)
+    yield "ba_weight", f"{dtype} {list(wanted)}", got, w is not None and is_tensor(w, dtype, *wanted)
+
+
+def gates_rules(a) -> Iterator[tuple[str, bool]]:
+    """Yield what kernels demand of b and a, or of their projection."""
+    if a.ba is not None:
+        yield "ba's rows are contiguous", a.ba.stride(1) == 1
+    else:
+        yield "tokens have no row_starts", a.row_starts is None
+        both = a.tokens, a.ba_weight
+        yield "tokens' and ba_weight's rows are contiguous", all(x.stride(1) == 1 for x in both)
+        holds = a.tokens.shape[1] % 8 == 0 and all(map(aligned, both))
+        yield "tokens' and ba_weight's rows have whole vectors of 16 bytes, aligned", holds
+        yield f"tokens have at most {MAX_TOKEN_COLUMNS} columns", a.tokens.shape[1] <= MAX_TOKEN_COLUMNS
+
+
+def gates_arguments(a) -> dict[str, object]:
+    """Return the arguments of b and a, or of their projection."""
+    if a.ba is not None:
+        return {"ba": a.ba, "ba_stride": a.ba.stride(0)}
+    given = {"ba": a.tokens, "ba_stride": a.tokens.stride(0), "token_columns": a.tokens.shape[1]}
+    return {**given, "ba_weight": a.ba_weight, "ba_weight_stride": a.ba_weight.stride(0)}
+
+
 def parts(a, wide: torch.dtype) -> tuple[Tensor, ...]:
     """Return q, k, v in the convolution's order [T, channels], z [T, V heads, V], b and a [T, V heads]."""
     key_heads, heads, key, value = sizes_of(a)
-    qkvz, ba, of_value = a.qkvz.to(wide), a.ba.to(wide), heads // key_heads * value
+    ba = a.tokens.to(wide) @ a.ba_weight.to(wide).t() if a.ba is None else a.ba.to(wide)
+    qkvz, of_value = a.qkvz.to(wide), heads // key_heads * value
     if a.is_interleaved:
         parts = qkvz.unflatten(1, (key_heads, -1)).split([key, key, of_value, of_value], 2)
         *mixed, z = (part.flatten(1) for part in parts)

@@ -15,8 +15,9 @@ from vllm_rocm_ops.tools.bench.baselines import GATED_DELTA_NET, Baseline, basel
 from vllm_rocm_ops.tools.bench.shapes import Check, Shape
 
 BATCHES = 1, 8, 32, 128
-LAYERS = {  # K heads, V heads, whether rows are interleaved, the state's dtype
+LAYERS = {  # K heads, V heads, whether rows are interleaved, the state's dtype, and the columns of tokens if they come in place of b and a
     "qwen3-next tp1": (16, 32, True, torch.bfloat16),
+    "qwen3-next tp1 from tokens": (16, 32, True, torch.bfloat16, 2048),
     "qwen3.5-397b tp8": (2, 8, False, torch.float32),
 }
 SIZE, WIDTH = 128, 4  # of K and V, and rows of the convolution
@@ -52,19 +53,22 @@ class Step(Shape):
 
 def _make(layer: tuple, batch: int, device, generator, fp8_dtype) -> tuple:
     """Create the op's arguments."""
-    key_heads, heads, is_interleaved, dtype = layer
+    key_heads, heads, is_interleaved, dtype, *columns = layer
     channels = (2 * key_heads + heads) * SIZE
 
     def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
 
+    ba, of_ba = None if columns else values(batch, 2 * heads), ()
+    if columns:
+        of_ba = values(batch, *columns), values(2 * heads, *columns) * columns[0] ** -0.5
     indices = torch.randperm(batch, generator=generator, device=device).to(torch.int32) + 1
     return (
-        *(values(batch, channels + heads * SIZE), values(batch, 2 * heads), is_interleaved),
+        *(values(batch, channels + heads * SIZE), ba, is_interleaved),
         *(values(batch + 1, WIDTH - 1, channels).transpose(1, 2), values(channels, WIDTH)),
         values(batch + 1, heads, SIZE, SIZE, dtype=dtype),
         *(values(heads, dtype=torch.float32), values(heads), values(SIZE), 1e-6),
-        *(indices[:, None], values(batch, heads * SIZE)),
+        *(indices[:, None], values(batch, heads * SIZE), None, None, None, None, *of_ba),
     )
 
 

@@ -7,6 +7,9 @@ vLLM's does, so nothing here outlives a step. If a step has decode rows alone, w
 launch. Otherwise, as in prefill and in steps that mix both, it calls vLLM's own `forward` with both results in place of
 the projections, and quantizes what that hands to out_proj.
 
+A launch also projects b and a, for up to 64 requests without drafts, if in_proj_ba is a linear layer of 16 bits: then the op gets the
+tokens, and calls in_proj_ba in other steps. in_proj_qkvz cannot have these columns where it multiplies in FP8.
+
 out_proj gets a quantized input where its kernel accepts one with a static scale, or with scales per 128 columns, which
 are a head (graph/input_quantization.py). A scale per token is one of all heads: such layers get 16 bits.
 

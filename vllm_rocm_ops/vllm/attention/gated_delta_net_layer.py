@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.tensors import aligned
 from vllm_rocm_ops.ops.gated_delta_net_decode import SIZE
+from vllm_rocm_ops.ops.shared.gated_delta_net import MAX_TOKEN_COLUMNS
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import decoder, mla_v_up
 
 OP = ops.gated_delta_net_decode
+MOST_PROJECTED = 64
+"""Requests up to which the launch projects b and a: each of a request's heads reads its token and two rows of the weight again."""
 CLASS = "QwenGatedDeltaNetAttention"
 
 # A step
@@ -90,11 +94,13 @@ class Core:
 
     Attributes:
         kind: How it quantizes its result, "static" or "groups", or empty.
+        projects: Whether it gets the tokens in place of b and a, which a step's launch or in_proj_ba projects.
     """
 
     def __init__(self, layer: torch.nn.Module):
         self.layer = layer
         self.kind, self.key = output_kind(layer)
+        self.projects = may_project(layer)
 
     def outputs(self, qkvz: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Allocate the result, and return it with its static scale and its scales per 128 columns."""
@@ -125,22 +131,28 @@ class Core:
         conv, state = self.layer.kv_cache[:2]
         return conv if is_dim_first() else conv.transpose(1, 2), state
 
-    def arguments(self, qkvz: Tensor, ba: Tensor, requests: Requests, outputs: tuple) -> tuple:
-        """Return the arguments of the launch."""
+    def ba(self, gates: Tensor) -> Tensor:
+        """Return b and a, of tokens if the layer projects them."""
+        return self.layer.in_proj_ba(gates)[0] if self.projects else gates
+
+    def arguments(self, qkvz: Tensor, gates: Tensor, requests: Requests, outputs: tuple) -> tuple:
+        """Return the arguments of the launch. `gates` are b and a, or the tokens."""
         layer, (out, *scales), (conv, state) = self.layer, outputs, self.states()
+        projects = self.projects and requests.row_starts is None and len(requests.slots) <= MOST_PROJECTED
+        ba, of_ba = (None, (gates, layer.in_proj_ba.weight)) if projects else (self.ba(gates), ())
         weight, norm = layer.conv1d.weight, layer.norm
         return (
             *(qkvz, ba, layer.gqa_interleaved_layout, conv, weight.view(weight.shape[0], -1), state),
             *(layer.A_log, layer.dt_bias, norm.weight, norm.eps, requests.slots),
-            *(out, requests.accepted, requests.row_starts, *scales),
+            *(out, requests.accepted, requests.row_starts, *scales, *of_ba),
         )
 
-    def advance(self, qkvz: Tensor, ba: Tensor, metadata, outputs: tuple) -> bool:
+    def advance(self, qkvz: Tensor, gates: Tensor, metadata, outputs: tuple) -> bool:
         """Run a step by the op. False, with nothing run, for steps that have not decode rows alone."""
         requests = requests_of(metadata)
         if requests is None or requests.slots.dtype != torch.int32:
             return False
-        return decoder.run(OP, *self.arguments(qkvz, ba, requests, outputs)) is not None
+        return decoder.run(OP, *self.arguments(qkvz, gates, requests, outputs)) is not None
 
     def between(self, **given: torch.nn.Module) -> torch.nn.Module:
         """Return the layer with stand-ins for its projections, and for what is given. Parameters are the layer's."""
@@ -162,18 +174,21 @@ class Core:
 
 
 def gated_delta_net(
-    qkvz: Tensor, ba: Tensor, out: Tensor, scale: Tensor | None, groups: Tensor | None, layer_name
+    qkvz: Tensor, gates: Tensor, out: Tensor, scale: Tensor | None, groups: Tensor | None, layer_name
 ) -> None:
-    """Run what a layer does between its projections, into `out` and, if it has scales per 128 columns, `groups`."""
+    """Run what a layer does between its projections, into `out` and, if it has scales per 128 columns, `groups`.
+
+    `gates` are b and a, or the tokens of a layer whose launch projects them.
+    """
     from vllm.forward_context import get_forward_context
     from vllm.utils.torch_utils import _resolve_layer_name
 
     context = get_forward_context()
     core, found = context.no_compile_layers[_resolve_layer_name(layer_name)].rocm_ops_core, context.attn_metadata
     metadata = found.get(core.layer.prefix) if isinstance(found, dict) else None  # None in vLLM's profile run
-    if metadata is not None and core.advance(qkvz, ba, metadata, (out, scale, groups)):
+    if metadata is not None and core.advance(qkvz, gates, metadata, (out, scale, groups)):
         return
-    made = core.by_vllm(core.eager, qkvz, ba)
+    made = core.by_vllm(core.eager, qkvz, core.ba(gates))
     if core.kind:
         mla_v_up.quantize(made, out, scale, groups)
     else:
@@ -193,10 +208,10 @@ class OneLaunch:
         from vllm.utils.torch_utils import _encode_layer_name
 
         qkvz, _ = self.in_proj_qkvz(hidden_states)
-        ba, _ = self.in_proj_ba(hidden_states)
         core = self.rocm_ops_core
+        gates = hidden_states if core.projects else self.in_proj_ba(hidden_states)[0]
         outputs = core.outputs(qkvz)
-        torch.ops.vllm_rocm_ops.gated_delta_net(qkvz, ba, *outputs, _encode_layer_name(self.prefix))
+        torch.ops.vllm_rocm_ops.gated_delta_net(qkvz, gates, *outputs, _encode_layer_name(self.prefix))
         output, _ = self.out_proj(core.handed_over(*outputs, qkvz.dtype))
         return output
 
@@ -217,6 +232,22 @@ def adopt(layer: torch.nn.Module, serves: bool) -> None:
     plain = plain_of(layer)
     layer.__class__ = one_launch(plain) if serves else plain
     layer.rocm_ops_core = Core(layer) if serves else None
+
+
+def may_project(layer: torch.nn.Module) -> bool:
+    """True if a step's launch may project b and a: by a 16-bit weight of one linear layer of vLLM's, of which tokens have few columns."""
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+    if layer.num_spec:  # steps with drafts get b and a
+        return False
+    linear = layer.in_proj_ba
+    weight, method = getattr(linear, "weight", None), getattr(linear, "quant_method", None)
+    is_plain = isinstance(linear, LinearBase) and isinstance(method, UnquantizedLinearMethod)  # not LoRA's
+    if not is_plain or linear.bias is not None or weight.dim() != 2 or weight.dtype != torch.bfloat16:
+        return False
+    rows, columns = weight.shape
+    fits = columns % 8 == 0 and columns <= MAX_TOKEN_COLUMNS and aligned(weight)
+    return fits and rows == 2 * layer.num_v_heads // layer.tp_size
 
 
 def output_kind(layer: torch.nn.Module) -> tuple[str, object]:

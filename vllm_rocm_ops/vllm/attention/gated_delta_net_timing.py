@@ -34,21 +34,32 @@ REQUESTS = 2, 8, 32, 128
 
 
 def shape_of(
-    heads: tuple[int, int], dtypes: str, is_interleaved: bool, is_dim_first: bool, rows: int, kind: str
+    heads: tuple[int, int],
+    dtypes: str,
+    is_interleaved: bool,
+    is_dim_first: bool,
+    rows: int,
+    kind: str,
+    token_columns: int = 0,
 ) -> str:
     """Return the name of a layer's call for all token counts, as it is recorded.
 
     `heads` are K and V heads, `dtypes` name the dtypes of activations and the state, `rows` a request's, `kind` the result's quantization.
+    Tokens have columns where the launch projects b and a.
     """
     traits = " interleaved" * is_interleaved + " dim first" * is_dim_first + f" {rows} rows" * (rows > 1)
+    traits += f" from {token_columns}" * bool(token_columns)
     return f"{':'.join(map(str, heads))}x{SIZE} {dtypes}{traits}{OUTPUTS.get(kind, '')}"
 
 
 def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
     """Return the names under which a model's call may be recorded: without drafts, either order of the convolution's state."""
-    *heads, is_interleaved, state, kind = parameters
+    *heads, is_interleaved, state, kind, token_columns = parameters
     dtypes = kernel_selection.types(dtype, getattr(torch, state))
-    return [shape_of((*heads,), dtypes, is_interleaved, is_dim_first, 1, kind) for is_dim_first in (False, True)]
+    return [
+        shape_of((*heads,), dtypes, is_interleaved, is_dim_first, 1, kind, token_columns)
+        for is_dim_first in (False, True)
+    ]
 
 
 @dataclass
@@ -63,7 +74,8 @@ class Left:
 class GatedDeltaNetPart(compiled_ops.LayerPart):
     """Implement a layer's part between its projections by an op, and as compiled_ops.py times it.
 
-    Inputs of a call are both projections' results, both states, and a step's metadata.
+    Inputs of a call are both projections' results, both states, and a step's metadata. Where a launch projects b and a, tokens are in place
+    of the second one's, and vLLM's part has in_proj_ba.
     """
 
     op = ops.gated_delta_net_decode
@@ -76,7 +88,13 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         self.heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
         _, of_state = layer.get_state_dtype()[:2]
         dtypes = kernel_selection.types(self.dtype, of_state)
-        traits = layer.gqa_interleaved_layout, layers.is_dim_first(), self.rows, self.core.kind
+        traits = (
+            layer.gqa_interleaved_layout,
+            layers.is_dim_first(),
+            self.rows,
+            self.core.kind,
+            self.columns()[1] * self.core.projects,
+        )
         self.name(shape_of(self.heads, dtypes, *traits), baseline._replace(name=self.kernels_of_vllm()))
 
     def kernels_of_vllm(self) -> str:
@@ -95,9 +113,10 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         layers.adopt(self.layer, plugin_serves or decoder.is_forced())
 
     def columns(self) -> tuple[int, int]:
-        """Return the columns of both projections' results."""
+        """Return the columns of both projections' results, or of the first one's and of the tokens."""
         key_heads, heads = self.heads
-        return 2 * (key_heads * self.layer.head_k_dim + heads * self.layer.head_v_dim), 2 * heads
+        gates = self.layer.in_proj_ba.weight.shape[1] if self.core.projects else 2 * heads
+        return 2 * (key_heads * self.layer.head_k_dim + heads * self.layer.head_v_dim), gates
 
     def states(self, slots: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Return uninitialized states in vLLM's order."""
@@ -148,10 +167,10 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
             held |= kept
 
     def has_kernels(self) -> bool:
-        qkvz, ba = (torch.empty(self.rows, columns, dtype=self.dtype, device="meta") for columns in self.columns())
+        qkvz, gates = (torch.empty(self.rows, columns, dtype=self.dtype, device="meta") for columns in self.columns())
         with self.running(*self.states(1 + self.rows, "meta"), None):
             requests = layers.requests_of(self.step(1, "meta"))
-            given = self.core.arguments(qkvz, ba, requests, self.core.outputs(qkvz))
+            given = self.core.arguments(qkvz, gates, requests, self.core.outputs(qkvz))
         meta = (value.to("meta") if isinstance(value, Tensor) else value for value in given)
         return WIDTH == self.layer.conv1d.weight.shape[-1] and linear_base.has_kernels(self.op, *meta)
 
@@ -181,15 +200,15 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         run, between = self.layer._forward_method.__func__, self.core.between()
         quantize = self.layer.out_proj.vllm_rocm_ops_quantize if self.core.kind else lambda made: (made, None)
 
-        def computed(qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor | None]:
-            return quantize(run(between, layers.Projected(qkvz, ba)))
+        def computed(qkvz: Tensor, gates: Tensor) -> tuple[Tensor, Tensor | None]:
+            return quantize(run(between, layers.Projected(qkvz, self.core.ba(gates))))
 
         return computed
 
-    def by_vllm(self, computed: Callable, qkvz: Tensor, ba: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple:
+    def by_vllm(self, computed: Callable, qkvz: Tensor, gates: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple:
         """Return the result, its scales, and what the step leaves."""
         with self.running(conv, state, metadata):
-            return *computed(qkvz, ba), Left(conv, state, metadata)
+            return *computed(qkvz, gates), Left(conv, state, metadata)
 
     def baseline(self, *given) -> tuple:
         """Run a step by vLLM's kernels, not compiled."""
@@ -199,11 +218,11 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         graph = functools.cache(lambda: compiles()(self.computed))
         return lambda *given: self.by_vllm(graph(), *given)
 
-    def plugin(self, qkvz: Tensor, ba: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple | None:
+    def plugin(self, qkvz: Tensor, gates: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple | None:
         """Return the same by the op, or None where no kernel supports the call."""
         outputs = out, scale, groups = self.core.outputs(qkvz)
         with self.running(conv, state, metadata):
-            given = self.core.arguments(qkvz, ba, layers.requests_of(metadata), outputs)
+            given = self.core.arguments(qkvz, gates, layers.requests_of(metadata), outputs)
         if self.op.run_kernels(*given) is None:
             return None
         return out, scale if groups is None else groups, Left(conv, state, metadata)
@@ -216,12 +235,12 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         values = values if scale is None else compiled_ops.dequantized(values, scale)
         return [values[:tokens], left.state[slots.flatten()].flatten(1), left.conv[of_request].flatten(1)]
 
-    def exact(self, qkvz: Tensor, ba: Tensor, conv: Tensor, state: Tensor, metadata) -> list[Tensor]:
+    def exact(self, qkvz: Tensor, gates: Tensor, conv: Tensor, state: Tensor, metadata) -> list[Tensor]:
         conv, state = (x.to(torch.float32, copy=True) for x in (conv, state))
         plain = torch.empty(len(qkvz), self.heads[1] * SIZE, dtype=self.dtype, device=qkvz.device)
         with self.running(conv, state, metadata):
             requests = layers.requests_of(metadata)
-            given = self.op.Arguments(*self.core.arguments(qkvz, ba, requests, (plain, None, None)))
+            given = self.op.Arguments(*self.core.arguments(qkvz, gates, requests, (plain, None, None)))
         result = reference.advance(given)
         if self.core.kind == "static":
             limit = self.layer.out_proj.input_scale.float().abs() * LIMIT[self.core.outputs(qkvz)[0].dtype]

@@ -103,6 +103,7 @@ BASELINES: dict[str, dict[str, Baseline]] = {
         "vllm triton": _attends(attention.triton_mla),
     },
     "gated_delta_net_decode": {
+        "two launches": Baseline(gated_delta_net.two_launches, gated_delta_net.prepare_tokens, shapes=GATED_DELTA_NET),
         "vllm triton": Baseline(gated_delta_net.call, gated_delta_net.prepare, _has_vllm, GATED_DELTA_NET),
     },
 }

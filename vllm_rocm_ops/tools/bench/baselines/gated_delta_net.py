@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from vllm_rocm_ops.ops import gated_delta_net_decode
+from vllm_rocm_ops.ops import gated_delta_net_decode, unquantized_gemm
 from vllm_rocm_ops.ops.shared import gated_delta_net
 
 FLA = "vllm.third_party.flash_linear_attention.ops"
@@ -18,6 +18,20 @@ def prepare(*arguments) -> tuple:
     if a.row_starts is not None or a.out.dtype != a.qkvz.dtype:
         raise ValueError("one row per request, not quantized")
     return *(part.contiguous() for part in gated_delta_net.parts(a, a.qkvz.dtype)), a
+
+
+def prepare_tokens(*arguments) -> tuple:
+    """Return the arguments of a call with tokens in place of b and a."""
+    a = gated_delta_net_decode.Arguments(*arguments)
+    if a.tokens is None:
+        raise ValueError("tokens in place of b and a")
+    return (a,)
+
+
+def two_launches(a) -> None:
+    """Project b and a by a launch of their own."""
+    ba = unquantized_gemm(a.tokens, a.ba_weight)
+    gated_delta_net_decode(*a._replace(ba=ba, tokens=None, ba_weight=None))
 
 
 def call(mixed: torch.Tensor, z: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor, a) -> torch.Tensor:
