@@ -34,7 +34,8 @@ QUANTIZATION, TOP_K = "quantization of linears' inputs", "experts: top-k"
 FP8, BF16, ABSORPTION = "FP8 linears", "router and lm_head", "W_UK and W_UV"
 REDUCE, LOGITS, EMBEDDING = "all-reduce, with the norm after it", "all-gather of logits", "token embedding"
 RUNNER, FILLS, COPIES, PADDING = "input preparation, sampling", "fills", "copies", "expert ids of padding"
-MLA, GQA = "deepseek", "llama|qwen3"
+DELTA_NET, GATE, VALUES = "Gated DeltaNet", "attention's gate, quantization", "copies of b, a and z"
+MLA, GQA, HYBRID = "deepseek", "llama|qwen3", "qwen3-next"
 
 LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
     # class -> pattern of the whole name -> the launch, or one for each group of models; the first match counts
@@ -58,6 +59,7 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"reduce_segments": Launch(COMBINE, VLLM),
         r"reshape_and_cache_kernel_flash": Launch(WRITE, VLLM),
         r"void vllm::(reshape_and_cache_flash|concat_and_cache_mla)_kernel<.*": Launch(WRITE, VLLM),
+        r"_fused_qk_rmsnorm_rope_gate_kernel": Launch(Q_K_NORMS, VLLM),
         r"triton_poi_fused_add_clone_copy_\w*neg\w*": Launch(Q, INDUCTOR),
         r"triton_poi_fused_add_clone_expand_\w*neg\w*": Launch(K_PE, INDUCTOR),
     },
@@ -65,11 +67,16 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
     NORMS: {
         r"(fused_add_)?(sum_)?rms_norm_\w+": Launch(NORM, PLUGIN),
         r"silu_and_mul_\w+": Launch(SWIGLU, PLUGIN),
+        r"sigmoid_and_mul_\w+": Launch(GATE, PLUGIN),
         r"void vllm::rms_norm_per_block_quant_kernel<.*": Launch(NORM, VLLM),
         r"void vllm::silu_and_mul_per_block_quant_kernel<.*": Launch(SWIGLU, VLLM),
         r"void per_token_group_quant_8bit_register_kernel<.*": Launch(QUANTIZATION, VLLM),
         r"void at::native::vectorized_elementwise_kernel<.*": Launch(NORM, TORCH),
         r"triton_red_fused_\w+rms_norm\w*": Launch(NORM, INDUCTOR),
+        r"triton_poi_fused_\w*rsqrt_silu\w*|triton_per_fused_(1|_to_copy_mean_pow_0)": Launch(
+            DELTA_NET, INDUCTOR, HYBRID
+        ),
+        r"triton_poi_fused_\w*sigmoid\w*": Launch(GATE, INDUCTOR),
         r"triton_poi_fused_\w*silu\w*": Launch(SWIGLU, INDUCTOR),
         r"triton_poi_fused_add_\w*rms_norm\w*": Launch(SUM, INDUCTOR),
         r"triton_poi_fused_\w*(clamp|scaled_linear)\w*": Launch(QUANTIZATION, INDUCTOR),
@@ -92,9 +99,13 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"unquantized_gemm_\w+": Launch(BF16, PLUGIN),
         r"batched_gemm_\w+": Launch(ABSORPTION, PLUGIN),
         r"nvjet_\w+_64x8_64x16_2x1_\w+": (Launch(ABSORPTION, CUBLAS, MLA), Launch(BF16, CUBLAS, GQA)),
+        r"void (dot_kernel|reduce_1Block_kernel)<.*": Launch("gate of the shared expert", CUBLAS),
         r"nvjet_\w+|void cublasLt::splitKreduce_kernel<.*": Launch(BF16, CUBLAS),
     },
     REST: {
+        r"gated_delta_net_decode_\w+": Launch(DELTA_NET, PLUGIN),
+        r"_causal_conv1d_update_kernel|fused_recurrent_gated_delta_rule_\w+": Launch(DELTA_NET, VLLM),
+        r"triton_poi_fused_(_unsafe_view_clone_split_with_sizes_view_)?\d+": Launch(VALUES, INDUCTOR, HYBRID),
         r"_\w+_kernel": Launch(RUNNER, VLLM),
         r"void at::native::(index_elementwise|vectorized_gather|reduce|_scatter_gather_elementwise)_kernel<.*"
         r"|.*::elementwise_kernel_with_index<.*": Launch(RUNNER, TORCH),

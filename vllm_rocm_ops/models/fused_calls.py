@@ -161,7 +161,7 @@ def _router(step: Step) -> Found:
     """Find a router's GEMM before its top-k.
 
     Parameters are the GEMM's sizes, "float32" for such a weight, then `grouped_topk`'s without the experts. With that weight the GEMM has no
-    op, and a top-k of vLLM's has none. Without it the plugin keeps two launches beside shared experts (vllm/moe/routing_gate.py).
+    op, and a top-k of vLLM's has none. Other gates beside shared experts keep two launches.
     """
     has_shared = any(launch.layer == SHARED_ACTIVATION for launch in step)
     for product, choice in itertools.pairwise(step):
