@@ -46,7 +46,7 @@ WANTED = {
         "Gated DeltaNet": ("vLLM's convolution and recurrence", (8, 16, True, "bfloat16"), 36),
         "shared down": ("block_scaled_mm", (2048, 256), 48),
         "experts": ("fused_experts", (512, 512, 10, 2048, 256, "block"), 48),
-        "norms of q and k": ("", (True, True, 0, 0), 12), "rotation": ("", (64,), 12),
+        "norms of q and k": ("", (True, True, 0, 0, False), 12), "rotation": ("", (64,), 12),
         "input norm": ("rms_norm", (2048, False, 1e-06, True), 48),
         "output gate": ("sigmoid_and_mul_per_block_quant", (2048, 256), 12),
         "post-attention norm": ("fused_add_rms_norm", (2048, True, 1e-06, True), 48),

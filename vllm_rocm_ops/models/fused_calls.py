@@ -271,13 +271,16 @@ def _normed_rotation(
     rocm_cache_layout: bool,
     one_plus: bool = False,
     is_gated: bool = False,
-    *sections: int,
+    height_pairs: int = 0,
+    width_pairs: int = 0,
+    over_all: bool = False,
 ) -> tuple:
     """Return arguments of `qk_norm_rope_and_cache`. Gates are between the queries."""
     query, key, value, places = _rows_of_heads(tokens, inputs, heads * (1 + is_gated), kv_heads, size)
     if is_gated:
         query = query.unflatten(1, (heads, 2 * size))[..., :size]
-    norm = inputs.values(size), inputs.values(size), 1e-6
+    sections = height_pairs, width_pairs
+    norm = *(inputs.values(size * (count if over_all else 1)) for count in (heads, kv_heads)), 1e-6
     cache = _angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, rocm_cache_layout)
     table, is_neox, *caches = cache
     outs = (inputs.values(tokens, count, size) for count in (heads, kv_heads))

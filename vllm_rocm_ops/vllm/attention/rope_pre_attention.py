@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
-from vllm_rocm_ops.vllm.attention import backends
+from vllm_rocm_ops.vllm.attention import backends, head_norms
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.graph.compiled_ops import LayerPart
 from vllm_rocm_ops.vllm.linear import base as linear_base
@@ -54,12 +54,14 @@ class Traits(NamedTuple):
         is_gated: Whether each query head is followed by the gate of its output.
         height_pairs: Pairs of a head that rotate by the position of height.
         width_pairs: Pairs that rotate by the position of width.
+        over_all: Whether one norm is over all heads.
     """
 
     one_plus: bool = False
     is_gated: bool = False
     height_pairs: int = 0
     width_pairs: int = 0
+    over_all: bool = False
 
     @property
     def sections(self) -> tuple[int, int]:
@@ -69,7 +71,7 @@ class Traits(NamedTuple):
     def name(self) -> str:
         """The traits as a part of a shape's name."""
         by = f" sections {self.height_pairs}+{self.width_pairs}" if any(self.sections) else ""
-        return f"{' one-plus' * self.one_plus}{' gate' * self.is_gated}{by}"
+        return f"{' one-plus' * self.one_plus}{' gate' * self.is_gated}{by}{' over-all' * self.over_all}"
 
 
 def is_gate_beside(layer: torch.nn.Module) -> bool:
@@ -100,7 +102,7 @@ class RopePreAttention(LayerPart):
         self.op = ops.qk_norm_rope_and_cache if norms else ops.rope_and_cache
         self.heads = attn.num_heads, attn.num_kv_heads, attn.head_size
         one_plus, is_gated = any(getattr(norm, "one_plus_weight", False) for norm in norms), is_gate_beside(layer)
-        self.traits = Traits(one_plus, is_gated, *sections)
+        self.traits = Traits(one_plus, is_gated, *sections, head_norms.are_over_all(norms, attn.head_size))
         self.has_own_kernel = bool(getattr(layer, OWN_KERNEL, False))
         cache = self.decoder.impl.kv_cache_dtype
         shape = shape_of(self.heads, rotary.rotary_dim, rotary.is_neox_style, dtype, cache, self.traits.name)
@@ -168,6 +170,8 @@ class RopePreAttention(LayerPart):
         marks, serves = markers.of_rotation(self.rotary, bool(self.norms)), all(taken.values())
         self.rotary._forward_method = marks if serves else self.rotary.forward_native
         for part in self.peers:
+            if head_norms.is_together(part.norms):
+                markers.of_norms(part.norms, serves)
             if part.has_own_kernel:
                 setattr(part.layer, OWN_KERNEL, not serves)
 
@@ -197,7 +201,7 @@ class RopePreAttention(LayerPart):
             return q, k, gate
         q, k, _ = self.parts(qkv)
         if self.norms:
-            q, k = (norm.vllm_forward(x) for norm, x in zip(self.norms, (q, k)))
+            q, k = head_norms.normalized(self.norms, q, k)
         query, _, size = self.heads
         gate = [qkv[:, : 2 * query * size].unflatten(1, (query, -1))[..., size:].flatten(1)] * self.traits.is_gated
         return *self.rotary.forward_native(positions, q.flatten(1), k.flatten(1)), *gate
@@ -221,8 +225,11 @@ class RopePreAttention(LayerPart):
         q, k, v = (x.float().clone() for x in self.parts(qkv))
         if self.norms:
             *weights, epsilon = self.weights()
+            axes = (1, 2) if self.traits.over_all else 2
             q, k = (
-                x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (weight.float() + self.traits.one_plus)
+                x
+                * torch.rsqrt(x.square().mean(axes, keepdim=True) + epsilon)
+                * (weight.float() + self.traits.one_plus).unflatten(0, (-1, x.shape[2]))
                 for x, weight in zip((q, k), weights)
             )
         angles = self.of_model(positions), self.rotary.cos_sin_cache, self.rotary.is_neox_style, *self.traits.sections
