@@ -12,6 +12,7 @@ from fakes import Fake, change, check_and_time, parameter, require_near, set_con
 from keys import key
 from marks import full
 from test_families import INSTALLED, NOT_ON_CPU
+from vllm._aiter_ops import rocm_aiter_ops
 from vllm.config import CompilationConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -109,6 +110,19 @@ def test_a_kernel_is_measured_beside_vllms_layers(case):
     shape += " over-all" * (normed in (OVER_ALL, TOGETHER))
     assert str(front.key) == f"{(NORMED if normed else PLAIN).name} {shape} compiled"
     assert front.key.has_one_choice
+    require_near(front)
+
+
+@pytest.mark.parametrize("normed", [False, TOGETHER])
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_aiters_shuffled_cache_is_written(configuration, monkeypatch, normed, cache):
+    """It is compared in a cache of that order, which has keys and values in planes."""
+    monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda: True)
+    layer = Layer("ROCM_AITER_FA", normed, cache)
+    assert not any(rope_and_cache.unsupported_features(layer.attn, layer.rotary_emb, torch.bfloat16))
+    front = layer.front()
+    assert front.cache(40, "cpu").shape == (3, 2, 16, KV_HEADS * SIZE)
+    assert CacheLayout(*layer.attn.impl.rocm_ops.caches(layer.attn, front.cache(40, "cpu"))).is_interleaved
     require_near(front)
 
 
