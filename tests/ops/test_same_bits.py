@@ -118,7 +118,7 @@ def test_one_launch_with_norms_over_all_heads_gives_the_bits_of_three(arch_name)
 
 def require_bits_of_three(arch_name: str, dtype: torch.dtype, fp8: bool, over_all: bool) -> None:
     emulator, generator = Emulator(arch_name, races=False), torch.Generator().manual_seed(0)
-    size, heads, slots = 128, (8, 2), torch.tensor([5, -1, 17])
+    size, heads, slots = 128, (16 if over_all else 8, 2), torch.tensor([5, -1, 17])
     qkv = torch.randint(-8, 9, (TOKENS, sum(heads) + heads[1], size), generator=generator).to(dtype).flatten(1)
     query, key, value = qkv.split([size * n for n in (*heads, heads[1])], 1)
     rows = [size * n if over_all else size for n in heads]  # of the norms
