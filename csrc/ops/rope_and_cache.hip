@@ -149,7 +149,7 @@ struct OffsetQkNormRopeAndCacheProblem : QkNormRopeAndCacheProblem {
 template <class Problem>
 constexpr bool kHasOffset = __is_same(Problem, OffsetQkNormRopeAndCacheProblem);
 
-// Norms over all heads: each weight has all its heads, and inverse_size is that of all queries.
+// Norms over all heads: each weight has all its heads, and inverse_size is for all queries.
 struct AllHeadsQkNormRopeAndCacheProblem : QkNormRopeAndCacheProblem {
   float inverse_keys_size;
 };

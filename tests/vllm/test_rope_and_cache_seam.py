@@ -37,7 +37,7 @@ LAYERS = checkpoints.LLAMA["num_hidden_layers"]
 
 
 OVER_ALL, TOGETHER = "over all heads", "over all heads, by one method"
-"""Norms of queries and keys besides those of each head."""
+"""Norms of queries and keys, besides one per head."""
 
 
 def norm(heads: int, last: float, normed: bool | str) -> torch.nn.Module:

@@ -18,7 +18,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import gated_delta_net_layer as delta_net
-from vllm_rocm_ops.vllm.attention import head_norms
+from vllm_rocm_ops.vllm.attention import rope_pre_attention
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, model_queries
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -86,7 +86,7 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
             taken = (
                 hasattr(module, "rocm_ops_forward") or module in inside or getattr(module, model_queries.MARKED, False)
             )
-            why = head_norms.refusal(module)
+            why = rope_pre_attention.norm_refusal(module)
             yield kind, taken, f"{name}, {why}" if why else name
         elif kind == "layers of Gated DeltaNet":
             yield kind, isinstance(module, delta_net.OneLaunch), name

@@ -14,7 +14,7 @@ BUGS = (
         Cases(ops.qk_norm_rope_and_cache, "minimax-m2", said="output key_out: error|NaNs differ")),
     Bug("squares of one wave in a norm over all heads", "ops/rope_and_cache.hip", "threads / wave::kLanes, Add{}", "1, Add{}",
         Tests("test_same_bits.py::test_one_launch_with_norms_over_all_heads_gives_the_bits_of_three[gfx942]", module="rope_and_cache")),
-    Bug("norms summed over ranks as if by one", "vllm/attention/head_norms.py", "and norms[0].tp_world == 1", "", HERE),
+    Bug("norms summed over ranks as if by one", "vllm/attention/rope_pre_attention.py", "and norms[0].tp_world == 1", "", HERE),
     Bug("norms marked that stay vLLM's", "vllm/graph/markers.py", "if not getattr(q_norm, model_queries.MARKED, False) or",
         "if", HERE),
     Bug("norms over all heads not told from each head's", "vllm/attention/rope_pre_attention.py",

@@ -27,8 +27,8 @@ from torch import Tensor, fx
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import backends, decoder, head_norms, split
-from vllm_rocm_ops.vllm.attention.rope_pre_attention import OWN_KERNEL, RopePreAttention
+from vllm_rocm_ops.vllm.attention import backends, decoder, split
+from vllm_rocm_ops.vllm.attention.rope_pre_attention import OWN_KERNEL, RopePreAttention, norms_of
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -177,7 +177,7 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAt
             continue
         part = None
         if not any(unsupported_features(attn, rotary, dtype)):
-            norms, sections = head_norms.norms_of(layer, attn, dtype), sections_of(rotary, config)
+            norms, sections = norms_of(layer, attn, dtype), sections_of(rotary, config)
             own_kernel = getattr(layer, OWN_KERNEL, False)  # with the norms
             if norms or not (any(sections) or own_kernel):  # only the op with norms rotates by sections
                 part = RopePreAttention(layer, norms, sections, dtype, baseline)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.vllm.attention import head_norms
+from vllm_rocm_ops.vllm.attention import rope_pre_attention
 from vllm_rocm_ops.vllm.meta.step import (
     OTHER,
     Step,
@@ -61,7 +61,7 @@ def install(step: Step, model: torch.nn.Module) -> None:
             instead(module, delta_net)
         elif hasattr(module, "impl") and hasattr(module, "num_kv_heads"):
             instead(module, attention)
-        elif name == head_norms.TOGETHER:
+        elif name == rope_pre_attention.TOGETHER:
             type(module).forward_qk = staticmethod(
                 lambda q_norm, k_norm, q, k: norms_over_all(step, (q_norm, k_norm), (q, k))
             )

@@ -19,7 +19,7 @@ from vllm_rocm_ops.core.quantization import STATIC, TENSOR, UNQUANTIZED
 from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.models.layers import DELTA_NET, GATED_NORM, GATES, PREFILL
 from vllm_rocm_ops.vllm import coverage, seam
-from vllm_rocm_ops.vllm.attention import head_norms, rope_and_cache, rope_pre_attention
+from vllm_rocm_ops.vllm.attention import rope_and_cache, rope_pre_attention
 from vllm_rocm_ops.vllm.moe import expert_support, quantized_input, routing_experts, vllm_routing
 
 TOKENS = 4
@@ -187,7 +187,7 @@ def norms_over_all(step: Step, norms: tuple, rows: tuple[Tensor, Tensor]) -> tup
 def norms_of(layer: torch.nn.Module | None, dtype: torch.dtype) -> tuple[torch.nn.Module, ...]:
     """Return the norms of queries and keys that one launch with the rotation supports."""
     attn = getattr(layer, "attn", None)
-    return head_norms.norms_of(layer, attn, dtype) if hasattr(attn, "num_kv_heads") else ()
+    return rope_pre_attention.norms_of(layer, attn, dtype) if hasattr(attn, "num_kv_heads") else ()
 
 
 def parent_of(step: Step, layer: torch.nn.Module) -> torch.nn.Module | None:
@@ -202,7 +202,7 @@ def head_traits(layer: torch.nn.Module | None, dtype: torch.dtype, one_plus: boo
     rotary = getattr(layer, "rotary_emb", None)
     sections = (0, 0) if rotary is None else rope_and_cache.sections_of(rotary, get_current_vllm_config())
     norms = norms_of(layer, dtype)
-    over_all = bool(norms) and head_norms.are_over_all(norms, layer.attn.head_size)
+    over_all = bool(norms) and rope_pre_attention.are_over_all(norms, layer.attn.head_size)
     traits = rope_pre_attention.Traits(one_plus, rope_pre_attention.is_gate_beside(layer), *sections, over_all)
     return tuple(traits) if traits != rope_pre_attention.Traits() else ()
 
