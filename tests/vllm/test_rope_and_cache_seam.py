@@ -12,6 +12,7 @@ from fakes import Fake, change, check_and_time, parameter, require_near, set_con
 from keys import key
 from marks import full
 from test_families import INSTALLED, NOT_ON_CPU
+from torch.fx.experimental.proxy_tensor import make_fx
 from vllm._aiter_ops import rocm_aiter_ops
 from vllm.config import CompilationConfig
 from vllm.model_executor.layers.attention import Attention
@@ -222,6 +223,7 @@ NORMS_TOGETHER = {
 @pytest.mark.parametrize("what", NORMS_TOGETHER)
 def test_norms_over_all_heads_that_stay_vllms(found, monkeypatch, what):
     """They are served where the norms are known, and marked only while they are served."""
+    monkeypatch.setattr(markers, "_normalize", [])
     monkeypatch.setattr(MiniMaxText01RMSNormTP, "forward_qk", staticmethod(MiniMaxText01RMSNormTP.forward_qk))
     layer = Layer("TRITON_ATTN", TOGETHER)
     [front] = found(layer)
@@ -473,6 +475,13 @@ def test_a_marker_computes_both_norms(configuration, monkeypatch):
         markers.of_norms(norms, marks)
         assert all(map(torch.equal, MiniMaxText01RMSNormTP.forward_qk(*norms, *rows), wanted))
         assert traced().count(markers.BOTH_NORMS) == marks
+    given = *rows, *(norm.weight.data for norm in norms)
+    module = make_fx(lambda *tensors: markers.BOTH_NORMS(*tensors, 1e-6), tracing_mode="fake")(*given)
+    [marker] = module.graph.find_nodes(op="call_function", target=markers.BOTH_NORMS)
+    markers.lower(marker, {})  # where no op takes it
+    module.recompile()
+    assert all(map(torch.equal, module(*given), wanted))
+    assert not module.graph.find_nodes(op="call_function", target=markers.BOTH_NORMS)
 
 
 # The seam

@@ -173,14 +173,14 @@ def norm(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, residual:
 
 def norms_over_all(step: Step, norms: tuple, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Record norms of queries and keys that a method of their class computes."""
-    parent = parent_of(step, norms[0])
-    runs = "" if norms_of(parent, rows[0].dtype) else type(norms[0]).__name__
-    made = []
+    parent, made = parent_of(step, norms[0]), []
+    is_taken = bool(norms_of(parent, rows[0].dtype))
     for layer, x in zip(norms, rows):
         with step.quietly():
             made.append(x.clone())
-        record = step.add(layer, NORM, x, made[-1], runs=runs)
-        record.quantization, record.traits = "heads", head_traits(parent, x.dtype, False)
+        record = step.add(layer, NORM, x, made[-1], runs="" if is_taken else type(layer).__name__)
+        if is_taken:
+            record.quantization, record.traits = "heads", head_traits(parent, x.dtype, False)
     return tuple(made)
 
 
