@@ -1,11 +1,11 @@
 // Fused RoPE and KV cache write in one launch, with or without QK norm. RoPE rotates queries and keys; QK norm is
-// RMSNorm of each query and key head.
+// RMSNorm of each query and key head, or of all query heads and of all key heads.
 //
 //     x, y = x * cos - y * sin, y * cos + x * sin      (fp32, rounded once to T), for a head's pairs
 //     neox:         pair i is elements i and i + rotary_dim / 2;  cos, sin = row `position` of cos_sin_cache, halves
 //     interleaved:  pair i is elements 2 * i and 2 * i + 1
 //     cache[slot] = T(key), value   or   e4m3(key / k_scale), e4m3(value / v_scale)
-//     with the norm, x and y are T(x * rsqrt(mean(x^2) + epsilon) * weight) of their head
+//     with the norm, x and y are T(x * rsqrt(mean(x^2) + epsilon) * weight) of their head, or of all heads
 //
 // Kernels with an offset multiply by weight_offset + weight, 1 + weight in vLLM's GemmaRMSNorm. They also support three
 // positions per token, as vLLM's MRotaryEmbedding with interleaved sections:
@@ -149,6 +149,11 @@ struct OffsetQkNormRopeAndCacheProblem : QkNormRopeAndCacheProblem {
 template <class Problem>
 constexpr bool kHasOffset = __is_same(Problem, OffsetQkNormRopeAndCacheProblem);
 
+// Norms over all heads: each weight has all its heads, and inverse_size is for all queries.
+struct AllHeadsQkNormRopeAndCacheProblem : QkNormRopeAndCacheProblem {
+  float inverse_keys_size;
+};
+
 // Normalizes 8 elements, rounded to T.
 template <class T, class Problem>
 DEVICE Chunk normalize(const Problem& p, u32x4 elements, u32x4 weight, float inverse_rms) {
@@ -187,15 +192,18 @@ DEVICE Angles angles_by_sections(const OffsetQkNormRopeAndCacheProblem& p, int t
 // kLanes lanes normalize and rotate a head: 16 elements each, 8 pairs, or elements after the rotated ones. All loads are
 // issued first, in two steps because the position determines the angles' address.
 template <class T, class Cache, int kLanes, class Problem>
-DEVICE void qk_norm_rope_and_cache(const Problem& p, int item) {
+DEVICE void qk_norm_rope_and_cache(const Problem& p, int item, int threads) {
   using Write = RopeAndCache<T, Cache>;
   const Write cache(p);
   const int token = cache.token;
-  const int any_head = u32(item) / kLanes, vec = u32(item) % kLanes;
-  const bool is_of_head = any_head < p.query_heads + p.kv_heads && vec < p.head_vecs;
+  constexpr bool kAllHeads = __is_same(Problem, AllHeadsQkNormRopeAndCacheProblem);
+  const int part = kAllHeads ? wave::block_id_y() : 0;  // all queries, all keys, values
+  const int any_head = u32(kAllHeads ? wave::thread_id() : item) / kLanes, vec = u32(item) % kLanes;
+  const int heads = !kAllHeads ? p.query_heads + p.kv_heads : part == 0 ? p.query_heads : part == 1 ? p.kv_heads : 0;
+  const bool is_of_head = any_head < heads && vec < p.head_vecs;
   const bool is_rotated = vec < p.rotary_vecs, in_halves = p.is_neox && is_rotated;
-  const bool is_key = any_head >= p.query_heads;
-  const int head = is_key ? any_head - p.query_heads : any_head;
+  const bool is_key = kAllHeads ? part == 1 : any_head >= p.query_heads;
+  const int head = is_key && !kAllHeads ? any_head - p.query_heads : any_head;
   const int first = in_halves ? vec * kChunk : 2 * vec * kChunk;
   const int second = first + (in_halves ? p.rotary_vecs * kChunk : kChunk);
   float key_scale = 1.0f;
@@ -203,7 +211,8 @@ DEVICE void qk_norm_rope_and_cache(const Problem& p, int item) {
   Angles by = {};
   if (is_of_head) {
     const Heads& from = is_key ? p.key : p.query;
-    const u16* const weight = (const u16*)(is_key ? p.key_weight : p.query_weight);
+    const u16* const weight =
+        (const u16*)(is_key ? p.key_weight : p.query_weight) + (kAllHeads ? head * 2 * kChunk * p.head_vecs : 0);
     x = mem::load<u32x4>(from.at(token, head, first));
     y = mem::load<u32x4>(from.at(token, head, second));
     x_weight = mem::load<u32x4>(weight + first);
@@ -221,9 +230,18 @@ DEVICE void qk_norm_rope_and_cache(const Problem& p, int item) {
     squares = __builtin_elementwise_fma(of_y.pair[i], of_y.pair[i], squares);
   }
   // All lanes of a wave take part, including those without elements.
-  const float sum = wave::reduce_group<kLanes>(squares.x + squares.y, 0.0f, Add{});
+  float sum;
+  if constexpr (kAllHeads) {
+    LDS static float sums[kMaxWaves];
+    sum = reduce_block(squares.x + squares.y, 0.0f, sums, threads / wave::kLanes, Add{});
+  } else sum = wave::reduce_group<kLanes>(squares.x + squares.y, 0.0f, Add{});
   if (is_of_head) {
-    const float mean = divide(sum, float(2 * kChunk * p.head_vecs), p.inverse_size);
+    float size = float(2 * kChunk * p.head_vecs), inverse_size = p.inverse_size;
+    if constexpr (kAllHeads) {
+      size *= heads;
+      if (is_key) inverse_size = p.inverse_keys_size;
+    }
+    const float mean = divide(sum, size, inverse_size);
     const float inverse_rms = numerics::rsqrt_approx(mean + p.epsilon);
     Chunk found[2] = {normalize<T>(p, x, x_weight, inverse_rms), normalize<T>(p, y, y_weight, inverse_rms)};
     if (is_rotated) rotate(Chunk(found[0]), Chunk(found[1]), by, p.is_neox, found);
@@ -254,16 +272,18 @@ INSTANCE(rope_and_cache_bf16_fp8, Bf16, E4m3)
 INSTANCE(rope_and_cache_fp16, F16, F16)
 INSTANCE(rope_and_cache_fp16_fp8, F16, E4m3)
 
-#define NORM_INSTANCE(symbol, Problem, T, Cache, lanes)                                                 \
-  KERNEL(256) symbol(const Problem problem, int threads) {                                              \
-    qk_norm_rope_and_cache<T, Cache, lanes>(problem, wave::block_id_y() * threads + wave::thread_id()); \
+#define NORM_INSTANCE(symbol, maximum, Problem, T, Cache, lanes)       \
+  KERNEL(maximum) symbol(const Problem problem, int threads) {         \
+    const int item = wave::block_id_y() * threads + wave::thread_id(); \
+    qk_norm_rope_and_cache<T, Cache, lanes>(problem, item, threads);   \
   }
 // The symbols end in the maximum head size.
-#define NORM_INSTANCES(symbol, T, Cache)                                           \
-  NORM_INSTANCE(symbol##_128, QkNormRopeAndCacheProblem, T, Cache, 8)              \
-  NORM_INSTANCE(symbol##_256, QkNormRopeAndCacheProblem, T, Cache, 16)             \
-  NORM_INSTANCE(symbol##_offset_128, OffsetQkNormRopeAndCacheProblem, T, Cache, 8) \
-  NORM_INSTANCE(symbol##_offset_256, OffsetQkNormRopeAndCacheProblem, T, Cache, 16)
+#define NORM_INSTANCES(symbol, T, Cache)                                                 \
+  NORM_INSTANCE(symbol##_128, 256, QkNormRopeAndCacheProblem, T, Cache, 8)               \
+  NORM_INSTANCE(symbol##_256, 256, QkNormRopeAndCacheProblem, T, Cache, 16)              \
+  NORM_INSTANCE(symbol##_offset_128, 256, OffsetQkNormRopeAndCacheProblem, T, Cache, 8)  \
+  NORM_INSTANCE(symbol##_offset_256, 256, OffsetQkNormRopeAndCacheProblem, T, Cache, 16) \
+  NORM_INSTANCE(symbol##_all_heads_128, 1024, AllHeadsQkNormRopeAndCacheProblem, T, Cache, 8)
 
 NORM_INSTANCES(qk_norm_rope_and_cache_bf16, Bf16, Bf16)
 NORM_INSTANCES(qk_norm_rope_and_cache_bf16_fp8, Bf16, E4m3)

@@ -590,8 +590,9 @@ def qk_norm_rope_and_cache(before, after, outputs: tuple) -> Found:
     table = a.cos_sin_cache[torch.cat((rows, rows), 1), columns]  # a row per token
     for name, weight in (("query", a.q_weight), ("key", a.k_weight)):
         x = getattr(before, name).double().reshape(tokens, -1, size)
-        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a.epsilon) * (weight.double() + a.one_plus_weight)
-        wanted, sizes = turned(n, torch.arange(tokens), table, a.is_neox)
+        row = x.reshape(tokens, -1, len(weight))  # a norm's elements
+        n = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + a.epsilon) * (weight.double() + a.one_plus_weight)
+        wanted, sizes = turned(n.reshape(x.shape), torch.arange(tokens), table, a.is_neox)
         # Each term has the rounding of the norm.
         off = rounded(wanted, dtype) + rounded(sizes, dtype) + 2 * FP32 * sizes
         yield f"{name}_out", getattr(after, f"{name}_out").double().reshape(x.shape), wanted, off

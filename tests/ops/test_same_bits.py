@@ -108,11 +108,21 @@ def test_a_router_gives_the_bits_of_its_two_launches(arch_name, tokens, slices):
 @pytest.mark.parametrize("arch_name", CHIPS)
 def test_one_launch_gives_the_bits_of_three(arch_name, dtype, fp8):
     """Norms of queries and keys, rotation and cache write are fused, on squares whose sums are exact."""
+    require_bits_of_three(arch_name, dtype, fp8, over_all=False)
+
+
+@pytest.mark.parametrize("arch_name", CHIPS)
+def test_one_launch_with_norms_over_all_heads_gives_the_bits_of_three(arch_name):
+    require_bits_of_three(arch_name, torch.bfloat16, True, over_all=True)
+
+
+def require_bits_of_three(arch_name: str, dtype: torch.dtype, fp8: bool, over_all: bool) -> None:
     emulator, generator = Emulator(arch_name, races=False), torch.Generator().manual_seed(0)
-    size, heads, slots = 128, (8, 2), torch.tensor([5, -1, 17])
+    size, heads, slots = 128, (16 if over_all else 8, 2), torch.tensor([5, -1, 17])
     qkv = torch.randint(-8, 9, (TOKENS, sum(heads) + heads[1], size), generator=generator).to(dtype).flatten(1)
     query, key, value = qkv.split([size * n for n in (*heads, heads[1])], 1)
-    weights = [(torch.rand(size, generator=generator) + 0.5).to(dtype) for _ in heads]
+    rows = [size * n if over_all else size for n in heads]  # of the norms
+    weights = [(torch.rand(n, generator=generator) + 0.5).to(dtype) for n in rows]
     angles = torch.rand(50, size // 2, generator=generator) * 6
     rotation = torch.tensor([7, 1, 49]), torch.cat((angles.cos(), angles.sin()), 1).to(dtype), True
     kind = emulator.arch.fp8_dtype if fp8 else dtype
@@ -121,7 +131,7 @@ def test_one_launch_gives_the_bits_of_three(arch_name, dtype, fp8):
     outs = [torch.full((TOKENS, n * size), torch.nan, dtype=dtype) for n in heads]
     with launch.executor(emulator):
         ops.qk_norm_rope_and_cache(query, key, value, *weights, 1e-6, *rotation, *outs, *one, slots, *scales)
-        by_head = (x.unflatten(1, (-1, size)) for x in (query, key))
+        by_head = (x.unflatten(1, (-1, n)) for x, n in zip((query, key), rows))
         normed = [ops.rms_norm(x, weight, 1e-6).flatten(1) for x, weight in zip(by_head, weights)]
         ops.rope_and_cache(*normed, value, *rotation, *three, slots, *scales)
     for ours, separate in zip((*outs, *one), (*normed, *three)):

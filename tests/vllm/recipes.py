@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import types
 
 LATENT = {"head_size": 576, "use_mla": True}
 SPARSE = {**LATENT, "use_sparse": True}
@@ -144,7 +143,8 @@ def attention(torch, recipe: Recipe, config) -> str:
         return f"{chosen.__name__}: sparse attention"
     held = chosen.__mro__[1].__name__
     backend = next((one for one in decoder.BACKENDS.values() if one.name == held), None)
-    impl = types.SimpleNamespace(head_size=128, num_kv_heads=1)
+    impl = object.__new__(chosen.get_impl_cls())
+    impl.head_size, impl.num_kv_heads = 128, 1
     if (
         backend is not None
         and backend.caches(impl, None, backends.cache_of(backend, impl, 64, torch.bfloat16, "cpu")) is None

@@ -12,6 +12,7 @@ from engines import STEPS
 from fakes import Fake, set_config
 from marks import full
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm._aiter_ops import rocm_aiter_ops
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends import registry
 
@@ -219,6 +220,18 @@ class Batch:
         stacked = torch.stack([keys, values], 1 if self.layout == "padded" else 0)
         return stacked if self.layout == "padded" else stacked.transpose(0, 1)
 
+    def shuffled(self) -> torch.Tensor:
+        """Return a cache [pages, 2, slots, bytes] as vLLM's reshape_and_cache_shuffle_kernel writes it: each side has its pages, or a page both."""
+        packed = self.packed()
+        x, d, t = 16 // packed.element_size(), torch.arange(SIZE), torch.arange(PAGE)[:, None]
+        at = d // x * PAGE * x + t * x + d % x, t // x * SIZE * x + d * x + t % x
+        sides = torch.stack([torch.zeros(40, KV_HEADS, PAGE * SIZE, dtype=packed.dtype)] * 2)
+        for side, place, part in zip(sides, at, packed.split(SIZE, -1)):
+            side[..., place.flatten()] = part.flatten(2)
+        sides = sides.transpose(0, 1)
+        sides = sides.contiguous() if self.layout == "a page has both" else sides
+        return sides.unflatten(-1, (PAGE, SIZE)).flatten(2).unflatten(-1, (PAGE, -1))
+
     def metadata(self, member: str, **given):
         tokens, longest = sum(self.query_lens), max(self.query_lens)
         common = {"num_actual_tokens": tokens, "seq_lens": torch.tensor(self.lens, dtype=torch.int32), "causal": True}
@@ -259,7 +272,8 @@ def layer(configuration, monkeypatch):
         impl = backend.get_impl_cls()(HEADS, SIZE, SCALE, KV_HEADS, **common | options)
         k_scale, v_scale = map(torch.tensor, batch.scales)
         module = Fake(_k_scale=k_scale, _v_scale=v_scale)
-        cache = batch.baseline() if member == "ROCM_ATTN" else batch.packed()
+        if cache is None:
+            cache = batch.baseline() if member == "ROCM_ATTN" else batch.packed()
         arguments = module, batch.query, None, None, cache, batch.metadata(member, **dict(given)), batch.output
         vllm_rocm_ops.reset_stats()
         impl.forward(*arguments, output_scale=output_scale)
@@ -283,6 +297,15 @@ def test_caches_are_read_as_they_lie(layer, member, layout, fp8):
     """The caches are in each order in memory, with the scales of keys and of values."""
     batch = Batch([33, 1, 50], [1, 1, 1], layout=layout, fp8=fp8)
     assert layer(member, batch) == "plugin"
+    assert_right(batch)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "a page has both"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_aiters_shuffled_cache_is_read(layer, monkeypatch, layout, fp8):
+    monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda: True)
+    batch = Batch([33, 1, 50], [1, 1, 1], layout=layout, fp8=fp8)
+    assert layer("ROCM_AITER_FA", batch, cache=batch.shuffled()) == "plugin"
     assert_right(batch)
 
 

@@ -46,7 +46,7 @@ WANTED = {
         "Gated DeltaNet": ("vLLM's convolution and recurrence", (8, 16, True, "bfloat16"), 36),
         "shared down": ("block_scaled_mm", (2048, 256), 48), "shared gate": ("unquantized_gemm", (1, 2048), 48),
         "experts": ("fused_experts", (512, 512, 10, 2048, 256, "block"), 48),
-        "norms of q and k": ("", (True, True, 0, 0), 12), "rotation": ("", (64,), 12),
+        "norms of q and k": ("", (True, True, 0, 0, False), 12), "rotation": ("", (64,), 12),
         "input norm": ("rms_norm", (2048, False, 1e-06, True), 48),
         "output gate": ("sigmoid_and_mul_per_block_quant", (2048, 256), 12),
         "post-attention norm": ("fused_add_rms_norm", (2048, True, 1e-06, True), 48),
@@ -58,7 +58,7 @@ WANTED = {
         "experts": ("fused_experts", (40, 40, 8, 1536, 256, "none"), 32), "lm_head": ("unquantized_gemm", (24608, 1536), 1),
     }),
     "gemma-3-1b": (1, {
-        "SwiGLU": ("GeluAndMul", (), 26), "qkv": ("unquantized_gemm", (1536, 1152), 26), "norms of q and k": ("", (True, False, 0, 0), 26),
+        "SwiGLU": ("GeluAndMul", (), 26), "qkv": ("unquantized_gemm", (1536, 1152), 26), "norms of q and k": ("", (True, False, 0, 0, False), 26),
         "input norm": ("rms_norm", (1152, False, 1e-06, True), 26), "post-attention norm": ("compiler", (), 26),
     }),
     "falcon-h1-7b": (2, {"mamba_mixer2": ("vLLM", (), 44), "in": ("unquantized_gemm", (3596, 3072), 44)}),
@@ -113,6 +113,17 @@ def test_explain_names_what_vllm_runs(capsys):
     [experts] = [line for line in lines if line.startswith("experts ")]
     assert experts.split()[1:3] == ["62", "1"] and experts.endswith("vLLM's kernel (TritonExperts)")
     assert lines[-1] == f"layers as vLLM {asking.installed()} builds them"
+    assert len([line for line in lines if "whose squares vLLM sums over" in line]) == 2
+
+
+def test_norms_over_all_heads_of_one_rank():
+    """They are in the launch that rotates, whose weights have all heads."""
+    config, arch = model_config.read(str(MODELS["minimax-m2"])), archs.ARCHS["gfx942"]
+    [call] = [one for one in explain.around(config, 1, None, arch) if one.op is ops.qk_norm_rope_and_cache]
+    arguments = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), arch.fp8_dtype))
+    assert (arguments.q_weight.shape, arguments.k_weight.shape, call.count) == ((6144,), (1024,), 62)
+    [planned] = call.op.explain(*arguments, arch=arch).launches
+    assert planned.symbol.endswith("_all_heads_128") and planned.grid == (3, 3, 1) and planned.block == (384, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,20 @@ from fakes import Fake, change, check_and_time, parameter, require_near, set_con
 from keys import key
 from marks import full
 from test_families import INSTALLED, NOT_ON_CPU
+from torch.fx.experimental.proxy_tensor import make_fx
+from vllm._aiter_ops import rocm_aiter_ops
 from vllm.config import CompilationConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import coverage, seam
 from vllm_rocm_ops.vllm.attention import backends, decoder, rope_and_cache, rope_pre_attention, split
-from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, markers
+from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, markers, model_queries
 from vllm_rocm_ops.vllm.selection import kernel_timing
 from vllm_rocm_ops.vllm.selection.key import COMPILED
 
@@ -34,18 +37,35 @@ LAYERS = checkpoints.LLAMA["num_hidden_layers"]
 # A layer
 
 
+OVER_ALL, TOGETHER = "over all heads", "over all heads, by one method"
+"""Norms of queries and keys, besides one per head."""
+
+
+def norm(heads: int, last: float, normed: bool | str) -> torch.nn.Module:
+    """Return vLLM's norm of heads."""
+    size = SIZE * heads if normed in (OVER_ALL, TOGETHER) else SIZE
+    if normed == TOGETHER:  # without its group of ranks
+        made = MiniMaxText01RMSNormTP.__new__(MiniMaxText01RMSNormTP)
+        torch.nn.Module.__init__(made)
+        made.weight, made.variance_epsilon, made.tp_world = parameter(torch.ones(size).bfloat16()), 1e-6, 1
+    else:
+        made = RMSNorm(size, dtype=torch.bfloat16)
+        made.vllm_forward = made.forward_native  # it compiles nothing
+    made.weight.data = torch.linspace(0.5, last, size).bfloat16()
+    return made
+
+
 class Layer(torch.nn.Module):
     """The parts of an attention layer that the plugin uses."""
 
-    def __init__(self, member: str, normed: bool, cache_dtype: str = "auto", is_neox: bool = True, rotary: int = SIZE):
+    def __init__(
+        self, member: str, normed: bool | str, cache_dtype: str = "auto", is_neox: bool = True, rotary: int = SIZE
+    ):
         super().__init__()
         self.rotary_emb = RotaryEmbedding(SIZE, rotary, 64, 10000.0, is_neox, torch.bfloat16)
         self.rotary_emb._forward_method = self.rotary_emb.forward_native
-        for name in ("q_norm", "k_norm") if normed else ():
-            norm = RMSNorm(SIZE, dtype=torch.bfloat16)
-            norm.weight.data = torch.linspace(0.5, 2 if name == "q_norm" else 1, SIZE).bfloat16()
-            norm.vllm_forward = norm.forward_native  # it compiles nothing
-            setattr(self, name, norm)
+        if normed:
+            self.q_norm, self.k_norm = norm(HEADS, 2, normed), norm(KV_HEADS, 1, normed)
         backend = backends.made(decoder.BACKENDS[member])
         self.attn = attn = Attention.__new__(Attention)
         torch.nn.Module.__init__(attn)
@@ -76,6 +96,8 @@ CASES = [
     ("TRITON_ATTN", False, "fp8", False, SIZE),
     ("ROCM_ATTN", False, "auto", True, SIZE),
     ("ROCM_ATTN", True, "auto", False, SIZE // 2),
+    ("ROCM_ATTN", OVER_ALL, "auto", True, SIZE),
+    ("TRITON_ATTN", TOGETHER, "fp8", True, SIZE // 2),
 ]
 
 
@@ -86,8 +108,22 @@ def test_a_kernel_is_measured_beside_vllms_layers(case):
     layer = Layer(*case)
     front, (_, normed, cache, is_neox, rotary) = layer.front(), case
     shape = f"{HEADS}:{KV_HEADS}x{SIZE}/{rotary} bfloat16 {cache}{'' if is_neox else ' interleaved'}"
+    shape += " over-all" * (normed in (OVER_ALL, TOGETHER))
     assert str(front.key) == f"{(NORMED if normed else PLAIN).name} {shape} compiled"
     assert front.key.has_one_choice
+    require_near(front)
+
+
+@pytest.mark.parametrize("normed", [False, TOGETHER])
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_aiters_shuffled_cache_is_written(configuration, monkeypatch, normed, cache):
+    """It is compared in a cache of that order, which has keys and values in planes."""
+    monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda: True)
+    layer = Layer("ROCM_AITER_FA", normed, cache)
+    assert not any(rope_and_cache.unsupported_features(layer.attn, layer.rotary_emb, torch.bfloat16))
+    front = layer.front()
+    assert front.cache(40, "cpu").shape == (3, 2, 16, KV_HEADS * SIZE)
+    assert CacheLayout(*layer.attn.impl.rocm_ops.caches(layer.attn, front.cache(40, "cpu"))).is_interleaved
     require_near(front)
 
 
@@ -175,6 +211,35 @@ def test_other_norms_stay_the_compilers(found, what):
     assert front.op is PLAIN and front.norms == ()
 
 
+NORMS_TOGETHER = {
+    "summed over ranks": ("q_norm.tp_world", 2),
+    "one of a head": ("k_norm.weight", parameter(torch.ones(SIZE).bfloat16())),
+    "weights in float32": ("k_norm.weight", parameter(torch.ones(KV_HEADS * SIZE))),
+    "two epsilons": ("k_norm.variance_epsilon", 1e-3),
+    "a method with other arguments": ("q_norm.__class__.forward_qk", lambda q_norm, k_norm, qkv: None),
+}
+
+
+@pytest.mark.parametrize("what", NORMS_TOGETHER)
+def test_norms_over_all_heads_that_stay_vllms(found, monkeypatch, what):
+    """They are served where the norms are known, and marked only while they are served."""
+    monkeypatch.setattr(markers, "_normalize", [])
+    monkeypatch.setattr(MiniMaxText01RMSNormTP, "forward_qk", staticmethod(MiniMaxText01RMSNormTP.forward_qk))
+    layer = Layer("TRITON_ATTN", TOGETHER)
+    [front] = found(layer)
+    assert front.op is NORMED and front.traits.over_all
+    for serves in (True, False):
+        front.take(serves)
+        assert [getattr(norm, model_queries.MARKED) for norm in layer.norms] == [serves] * 2
+        reached = [taken for kind, taken, _ in coverage.layers(layer) if kind == "norms"]
+        assert reached == [serves] * 2
+    change(layer, *NORMS_TOGETHER[what])
+    [front] = found(layer)
+    assert front.op is PLAIN and front.norms == ()
+    named = {name for kind, _, name in coverage.layers(layer) if kind == "norms"}
+    assert any("sums over ranks" in name for name in named) == (what == "summed over ranks")
+
+
 def test_layers_that_share_a_rotation_are_served_together(found):
     """The marker tells nothing of a layer: one that lacks something leaves all to vLLM, as does one that loses."""
     layers = [Layer("TRITON_ATTN", False) for _ in range(2)]
@@ -209,6 +274,7 @@ class Traced(torch.nn.Module):
         super().__init__()
         self.normed, self.change = normed, change
         self.q_weight, self.k_weight = (torch.nn.Parameter(torch.ones(SIZE).bfloat16()) for _ in range(2))
+        self.q_all, self.k_all = (torch.ones(heads * SIZE).bfloat16() for heads in (HEADS, KV_HEADS))
 
     def forward(self, qkv, positions, table):
         qkv = qkv * 2
@@ -219,7 +285,9 @@ class Traced(torch.nn.Module):
         if self.change == "a copy that may be none":
             k, v = k.contiguous(), k
         read = q if self.change == "queries read" else qkv if self.change == "the projection read" else None
-        if self.normed:
+        if self.change == TOGETHER:
+            q, k = markers.BOTH_NORMS(q, k, self.q_all, self.k_all, 1e-6)
+        elif self.normed:
             q_weight, k_weight = self.q_weight.data, self.k_weight.data
             epsilon = 1e-5 if self.change == "two epsilons" else 1e-6
             q = torch.ops.vllm_ir.rms_norm.default(q.view(-1, HEADS, SIZE), q_weight, 1e-6).view(q.shape)
@@ -253,8 +321,11 @@ def traced(normed: bool, change: str = "") -> torch.fx.GraphModule:
 
 
 ALWAYS_SERVED = "", "a result that is not split"
-OF_NORMS = "two epsilons", "one norm", "norms that are not asked for"
-SERVED_WITH_NORMS = "queries read", "the projection read", "a copy that may be none", "norms that are not asked for"
+OF_NORMS = "two epsilons", "one norm", "norms that are not asked for", TOGETHER
+SERVED_WITH_NORMS = (
+    *("queries read", "the projection read", "a copy that may be none", "norms that are not asked for"),
+    TOGETHER,
+)
 NEVER_SERVED = "rotated queries read", "scaled queries", "a shared cache", "another layer", "other values"
 CHANGES = [*ALWAYS_SERVED, *SERVED_WITH_NORMS, *OF_NORMS[:2], *NEVER_SERVED]
 CASES_OF_GRAPHS = [(normed, what) for normed in (False, True) for what in CHANGES if normed or what not in OF_NORMS]
@@ -344,7 +415,7 @@ def stepped(configuration, monkeypatch):
 
 
 @pytest.mark.parametrize("served", [True, False])
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", [False, True, OVER_ALL])
 @pytest.mark.parametrize("member", ["TRITON_ATTN", "ROCM_ATTN"])
 def test_a_padded_step_writes_its_own_slots_only(stepped, member, normed, served):
     """It writes the slots there are, of fewer tokens than a padded graph has, in any backend."""
@@ -362,7 +433,7 @@ def test_a_padded_step_writes_its_own_slots_only(stepped, member, normed, served
     assert wanted[2].any() and not cache[2].any()
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", [False, True, TOGETHER])
 def test_a_run_without_a_cache_writes_none(stepped, normed):
     """vLLM's profile run has no slots."""
     (q, k, cache), (wanted_q, wanted_k, _) = stepped(Layer("TRITON_ATTN", normed), has_cache=False)
@@ -382,6 +453,35 @@ def test_a_marker_computes_vllms_rotation(configuration):
     for found in (made, marked(positions, q, k)):
         assert all(map(torch.equal, found, wanted))
     assert torch.equal(marked(positions, q)[0], wanted[0]) and marked(positions, q)[1] is None
+
+
+def test_a_marker_computes_both_norms(configuration, monkeypatch):
+    """In a trace it is one node, of the queries, keys and weights that vLLM's method got; outside vLLM's method runs."""
+    monkeypatch.setattr(markers, "_normalize", [])
+    monkeypatch.setattr(MiniMaxText01RMSNormTP, "forward_qk", staticmethod(MiniMaxText01RMSNormTP.forward_qk))
+    norms, graphs = Layer("TRITON_ATTN", TOGETHER).norms, []
+    rows = [torch.randn(3, heads * SIZE).bfloat16() for heads in (HEADS, KV_HEADS)]
+    wanted = MiniMaxText01RMSNormTP.forward_qk(*norms, *rows)
+
+    def traced() -> list:
+        torch._dynamo.reset()
+        keep = lambda graph, inputs: (graphs.append(graph), graph)[1]
+        run = torch.compile(lambda q, k: MiniMaxText01RMSNormTP.forward_qk(*norms, q, k), backend=keep, fullgraph=True)
+        assert all(map(torch.equal, run(*rows), wanted))
+        return [node.target for node in graphs[-1].graph.nodes if node.op == "call_function"]
+
+    assert markers.BOTH_NORMS not in traced()
+    for marks in (True, False):
+        markers.of_norms(norms, marks)
+        assert all(map(torch.equal, MiniMaxText01RMSNormTP.forward_qk(*norms, *rows), wanted))
+        assert traced().count(markers.BOTH_NORMS) == marks
+    given = *rows, *(norm.weight.data for norm in norms)
+    module = make_fx(lambda *tensors: markers.BOTH_NORMS(*tensors, 1e-6), tracing_mode="fake")(*given)
+    [marker] = module.graph.find_nodes(op="call_function", target=markers.BOTH_NORMS)
+    markers.lower(marker, {})  # where no op takes it
+    module.recompile()
+    assert all(map(torch.equal, module(*given), wanted))
+    assert not module.graph.find_nodes(op="call_function", target=markers.BOTH_NORMS)
 
 
 # The seam
@@ -433,7 +533,7 @@ MORE = {
     ("qwen3_moe", "mixed"): NORMED,
     ("glm4_moe", "mixed"): NORMED,
     ("gemma3_text", "token"): NORMED,  # norms with 1 + weight
-    ("minimax_m2", "mixed"): PLAIN,  # after norms over all heads
+    ("minimax_m2", "mixed"): NORMED,  # norms over all heads
 }
 
 

@@ -83,7 +83,11 @@ def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):
     assert backends.of_cpu(impl, Fake(isa="vec"), cache) and backends.of_cpu(impl, Fake(isa="amx"), cache) is None
     for shuffled in (False, True):
         monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda shuffled=shuffled: shuffled)
-        assert (backends.packed_unless_shuffled(impl, None, cache) is None) is shuffled
+        assert (backends.packed_or_shuffled(impl, None, cache) is None) is shuffled
+    for heads in (1, 2):  # as up to 0.28, where keys and values are not apart
+        impl._split_kv_cache = lambda kv_cache: kv_cache.transpose(1, 2).split(64, dim=-1)
+        given = torch.zeros(4, heads, 32, 128), torch.zeros(4, 2, 32, heads * 64)
+        assert [backends.packed_or_shuffled(impl, None, one) for one in given] == [None, None]
     impl._use_interleaved_v_cache = True
     assert backends.split_rocm_cache(impl, None, cache) is None
     for shuffled in (False, True):

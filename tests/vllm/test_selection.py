@@ -250,9 +250,13 @@ BYPASSED = {
     ("MiniMax-M3, MXFP8", "experts", "gfx942"): "does not support current device rocm",
     ("MiniMax-M3, MXFP8", "experts", "AiterMxfp8Experts"): "the op does not read its order of MX-FP8 weights",
     **dict.fromkeys([(models, "attention") for models in ("GLM-5.2", "DeepSeek-V3.2")], "sparse attention"),
-    **dict.fromkeys([(models, "attention") for models in ("MiniMax-M2 to M2.7", "Qwen3-VL-235B")], "shuffled cache"),
+    **{
+        (models, "attention", release): "shuffled cache"
+        for models in ("MiniMax-M2 to M2.7", "Qwen3-VL-235B")
+        for release in ("0.27", "0.28")
+    },
 }
-"""By models of a recipe and kind of layers, and an architecture or what vLLM selects: why they stay vLLM's."""
+"""By models of a recipe and kind of layers, and an architecture, what vLLM selects, or a release: why they stay vLLM's."""
 
 
 @pytest.mark.parametrize("release", ASKED)
@@ -263,7 +267,8 @@ def test_recipes_reach_the_seams(selected, release, arch):
     for models, recipe in recipes.RECIPES.items():
         for kind in recipe.parts:
             said = answers[f"recipe {models}: {kind}"]
-            traits = (models, kind), (models, kind, arch), (models, kind, said.partition(":")[0])
+            of = arch, said.partition(":")[0], release
+            traits = (models, kind), *((models, kind, trait) for trait in of)
             why = next((BYPASSED[trait] for trait in traits if trait in BYPASSED), None)
             assert (
                 said.startswith(("RocmOps", "router_gemm_topk")) and " holds " in said

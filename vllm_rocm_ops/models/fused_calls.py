@@ -37,17 +37,12 @@ GATES = "in_proj_ba"
 SHARED_SUM, SHARED_ACTIVATION, SHARED_GATE = "sum with shared experts", "shared SwiGLU", "shared gate"
 PLAIN_ROUTING = 1, 1, "softmax", 1.0, False
 """`grouped_topk`'s parameters with which it routes as `topk_softmax`: groups, scores, scale, and whether there is a bias."""
+DYNAMIC_GATE = model_arguments.dynamic_expert_gate
 EXPERT_GATES = {
     ops.silu_and_mul: (ops.silu_and_mul_with_expert_gate, model_arguments.expert_gate),
     ops.silu_and_mul_quant: (ops.silu_and_mul_with_expert_gate_quant, model_arguments.static_expert_gate),
-    ops.silu_and_mul_per_token_quant: (
-        ops.silu_and_mul_with_expert_gate_per_token_quant,
-        model_arguments.dynamic_expert_gate,
-    ),
-    ops.silu_and_mul_per_block_quant: (
-        ops.silu_and_mul_with_expert_gate_per_block_quant,
-        model_arguments.dynamic_expert_gate,
-    ),
+    ops.silu_and_mul_per_token_quant: (ops.silu_and_mul_with_expert_gate_per_token_quant, DYNAMIC_GATE),
+    ops.silu_and_mul_per_block_quant: (ops.silu_and_mul_with_expert_gate_per_block_quant, DYNAMIC_GATE),
 }
 """A shared expert's activation with its gate, in place of the activation alone."""
 KINDS = {STATIC: "static", BLOCKS: "groups"}
@@ -300,13 +295,16 @@ def _normed_rotation(
     rocm_cache_layout: bool,
     one_plus: bool = False,
     is_gated: bool = False,
-    *sections: int,
+    height_pairs: int = 0,
+    width_pairs: int = 0,
+    over_all: bool = False,
 ) -> tuple:
     """Return arguments of `qk_norm_rope_and_cache`. Gates are between the queries."""
     query, key, value, places = _rows_of_heads(tokens, inputs, heads * (1 + is_gated), kv_heads, size)
     if is_gated:
         query = query.unflatten(1, (heads, 2 * size))[..., :size]
-    norm = inputs.values(size), inputs.values(size), 1e-6
+    sections = height_pairs, width_pairs
+    norm = *(inputs.values(size * (count if over_all else 1)) for count in (heads, kv_heads)), 1e-6
     cache = _angles_and_cache(tokens, inputs, kv_heads, size, rotary, positions, rocm_cache_layout)
     table, is_neox, *caches = cache
     outs = (inputs.values(tokens, count, size) for count in (heads, kv_heads))

@@ -1,4 +1,4 @@
-"""Fuse per-head QK RMSNorm, RoPE, the paged KV cache write and its quantization; kernels: csrc/ops/rope_and_cache.hip.
+"""Fuse QK RMSNorm per head or over all heads, RoPE, the paged KV cache write and its quantization; kernels: csrc/ops/rope_and_cache.hip.
 
 Replaces three launches, `rms_norm` of queries, `rms_norm` of keys and `rope_and_cache`, with their rounding: the norm is rounded to
 query's dtype before the rotation, as in Qwen3Attention of vLLM 0.33. vLLM's fused_qk_norm_rope, which writes no cache, does not
@@ -7,6 +7,8 @@ round there.
 In Qwen3-Next and Qwen3.5 queries are every other head of a projection, whose other heads gate attention's output: query has its strides,
 so that the split takes no launch. Their norms multiply by 1 + weight, and Qwen3.5 rotates sections of a head by positions of time,
 height and width.
+
+In MiniMax-M2 and OLMo 2 a norm is over all heads of queries, or of keys: weights have all heads, and one block has a token's queries.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.tensors import describe
 from vllm_rocm_ops.ops.shared import attention, rotation
+from vllm_rocm_ops.ops.shared.attention import CacheLayout
 from vllm_rocm_ops.ops.shared.rowwise import exact
 
 __all__ = ["qk_norm_rope_and_cache"]
 
 OF_LANE = 2 * attention.VECTOR  # elements of a head per lane
 LARGEST = {8: 128, 16: 256}  # largest head size, by lanes
+MAX_THREADS = 1024  # of a block that has all heads
 
 
 def _weights(a) -> tuple[tuple[str, Tensor], ...]:
@@ -42,8 +46,10 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield from rotation.heads_contract(a)
     p = rotation.heads_parts(a)
     dtype, size = a.query.dtype, p.sizes[0]
-    for name, x in _weights(a):
-        yield name, f"{dtype} [size={size}]", describe(x), x.dtype == dtype and x.shape == (size,)
+    of_all = a.q_weight.shape != (size,)
+    for (name, x), heads in zip(_weights(a), (p.query.shape[1], p.layout.heads)):
+        wanted = f"{dtype} [size={size}], or both of all heads, [{heads * size}]"
+        yield name, wanted, describe(x), x.dtype == dtype and x.shape == (size * (heads if of_all else 1),)
     for (name, x), given in zip(_outs(a), (p.query, p.key)):
         tokens, heads = given.shape[:2]
         wanted = f"{dtype} [T={tokens}, {heads}, {size}] or [T, {heads * size}]"
@@ -56,27 +62,62 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from rotation.can_implement(rotation.heads_parts, a, arch)
-    size = a.q_weight.shape[0]
+    size, largest = _size(a), max(LARGEST.values())
     yield f"heads of queries have a multiple of {OF_LANE} elements", size % OF_LANE == 0
-    yield f"heads of queries have at most {max(LARGEST.values())} elements", size <= max(LARGEST.values())
+    if _is_over_all(a):
+        lanes, largest = min(LARGEST.items())
+        most = MAX_THREADS // lanes
+        yield f"a norm is over at most {most} heads", max(_heads(a)) <= most
+        yield "norms over all heads multiply by weight, without sections", not _has_offset(a)
+    yield f"heads of queries have at most {largest} elements", size <= largest
     for name, x in (*_weights(a), *_outs(a)):
         yield f"{name} is contiguous", x.is_contiguous()
         yield f"{name} is 16-byte aligned", x.data_ptr() % 16 == 0
 
 
+def _size(a) -> int:
+    """Return the size of a head."""
+    return CacheLayout(a.key_cache, a.value_cache).key_size
+
+
+def _heads(a) -> tuple[int, int]:
+    """Return the heads of queries and of keys."""
+    p = rotation.heads_parts(a)
+    return p.query.shape[1], p.layout.heads
+
+
+def _is_over_all(a) -> bool:
+    """True if the norms are over all heads."""
+    return a.q_weight.shape[0] != _size(a)
+
+
 def _lanes(a) -> int:
     """Return the lanes per head."""
-    return next(lanes for lanes, size in LARGEST.items() if a.q_weight.shape[0] <= size)
+    return next(lanes for lanes, size in LARGEST.items() if _size(a) <= size)
 
 
 def _configs(a, arch: Arch) -> list[rotation.RopeConfig]:
-    size = a.q_weight.shape[0]
-    return rotation.configs(a, arch) if size % OF_LANE == 0 and size <= max(LARGEST.values()) else []
+    size = _size(a)
+    if size % OF_LANE or size > max(LARGEST.values()):
+        return []
+    found = rotation.configs(a, arch)
+    if not _is_over_all(a) or not found:
+        return found
+    lanes, largest = min(LARGEST.items())
+    threads = -(-max(_heads(a)) * lanes // rotation.WAVE) * rotation.WAVE
+    is_supported = size <= largest and threads <= MAX_THREADS and not _has_offset(a)
+    return [rotation.RopeConfig(threads)] if is_supported else []
 
 
-def _items(p: rotation.Parts, lanes: int) -> int:
+def _first_copied(config: rotation.RopeConfig, a) -> int:
+    """Return the first work item that copies values. With norms over all heads, they follow one block of queries and one of keys."""
+    return 2 * config.threads if _is_over_all(a) else rotation.first_copied(rotation.heads_parts(a), _lanes(a))
+
+
+def _items(config: rotation.RopeConfig, a) -> int:
     """Return the work items of a token, one per thread."""
-    return rotation.first_copied(p, lanes) + p.layout.heads * (p.sizes[1] // attention.VECTOR)
+    p = rotation.heads_parts(a)
+    return _first_copied(config, a) + p.layout.heads * (p.sizes[1] // attention.VECTOR)
 
 
 def _has_offset(a) -> bool:
@@ -85,15 +126,17 @@ def _has_offset(a) -> bool:
 
 
 def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
-    p, lanes, size = rotation.heads_parts(a), _lanes(a), a.q_weight.shape[0]
+    p, lanes, size = rotation.heads_parts(a), _lanes(a), _size(a)
+    query_heads, kv_heads = _heads(a) if _is_over_all(a) else (1, 1)
     args = {
         **rotation.problem_fields(p, a, lanes),
+        "first_copied": _first_copied(config, a),
         "query_out": a.query_out,
         "key_out": a.key_out,
         "query_weight": a.q_weight,
         "key_weight": a.k_weight,
         "head_vecs": size // OF_LANE,
-        "inverse_size": 1.0 / size,
+        "inverse_size": 1.0 / (query_heads * size),
         "epsilon": float(a.epsilon),
     }
     if _has_offset(a):
@@ -103,13 +146,15 @@ def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
             "width_pairs": a.width_pairs,
             "position_stride": a.positions.stride(0) if rotation.sections(a) else 0,
         }
-    kind = f"{'_offset' * _has_offset(a)}_{LARGEST[lanes]}"
-    return rotation.launches("qk_norm_rope_and_cache", config, p, _items(p, lanes), args, kind)
+    if _is_over_all(a):
+        args |= {"inverse_keys_size": 1.0 / (kv_heads * size)}
+    kind = f"{'_offset' * _has_offset(a)}{'_all_heads' * _is_over_all(a)}_{LARGEST[lanes]}"
+    return rotation.launches("qk_norm_rope_and_cache", config, p, _items(config, a), args, kind)
 
 
 def _cost(config: rotation.RopeConfig, a, arch: Arch) -> dict[str, float]:
     p = rotation.heads_parts(a)
-    return rotation.cost(config, p, _items(p, _lanes(a)), p.sizes[0], arch)
+    return rotation.cost(config, p, _items(config, a), p.sizes[0], arch)
 
 
 # Cases
@@ -120,8 +165,10 @@ def _inputs(tokens, heads, size, given, device, generator, fp8_dtype) -> tuple:
     for x in (query, key):
         x.mul_(given.get("factor", 1.0))
     one_plus, sections = given.get("one_plus", False), given.get("sections", (0, 0))
+    counts = heads if given.get("over_all", False) else (1, 1)
     weights = (
-        ((not one_plus) + 0.2 * torch.randn(size, generator=generator)).to(query.dtype).to(device) for _ in range(2)
+        ((not one_plus) + 0.2 * torch.randn(count * size, generator=generator)).to(query.dtype).to(device)
+        for count in counts
     )
     positions, cos_sin, is_neox, *caches = rest
     outs = [torch.full(x.shape, torch.nan, dtype=x.dtype, device=device) for x in (query, key)]
@@ -136,7 +183,7 @@ def _inputs(tokens, heads, size, given, device, generator, fp8_dtype) -> tuple:
 
 
 def _cases() -> Iterator[Case]:
-    """Yield the cases of `rope_and_cache`, head sizes 16 to 256, an epsilon that matters, 1 + weight, gates and sections."""
+    """Yield the cases of `rope_and_cache`, head sizes 16 to 256, an epsilon that matters, 1 + weight, gates, sections, one norm of all heads."""
     case = case_maker(_inputs)
     yield from rotation.heads_cases(case)
     for dtype, kind in attention.ELEMENTS.items():
@@ -167,6 +214,20 @@ def _cases() -> Iterator[Case]:
     yield case("one-plus-epsilon", 3, (2, 1), 128, factor=2.0**-9, epsilon=1e-5, one_plus=True)
     yield case("one-plus-unmapped", 4, (2, 1), 64, unmapped=2, **(next_ones | {"rotary": 16}))
     yield case("sections-no-tokens", 0, (2, 1), 64, sections=(3, 3), one_plus=True)
+    over_all = {"rotary": 64, "over_all": True}
+    for dtype, kind in attention.ELEMENTS.items():
+        for fp8 in (False, True):
+            given = {"dtype": dtype, "fp8": fp8, "layout": "native", **over_all}
+            yield case(f"{kind}{'-fp8' * fp8}-over-all", 3, (6, 2), 128, **given)
+    yield case("minimax-m2", 2, (48, 8), 128, **over_all)
+    yield case("minimax-m2-tp8", 4, (6, 1), 128, unmapped=1, epsilon=1e-5, factor=2.0**-9, **over_all)
+    yield case("olmo-2", 2, (40, 40), 128, over_all=True, layout="interleaved")
+    yield case("over-all-odd-lanes", 3, (17, 3), 80, rotary=16, is_neox=False, over_all=True, apart=True)
+    yield case("over-all-most-heads", 1, (128, 1), 32, over_all=True)
+    yield case("over-all-too-many-heads", 1, (129, 1), 16, over_all=True)
+    yield case("over-all-large-heads", 1, (2, 1), 256, over_all=True)
+    yield case("over-all-one-plus", 2, (2, 1), 64, one_plus=True, over_all=True)
+    yield case("over-all-no-tokens", 0, (2, 1), 64, over_all=True)
 
 
 def _normalized(x: Tensor, weight: Tensor, epsilon: float, one_plus_weight: bool) -> Tensor:
@@ -217,8 +278,9 @@ def qk_norm_rope_and_cache(
         query: [T, query heads * size] or [T, query heads, size], bf16 or fp16; unchanged. May be columns of one qkv
             tensor, and its heads apart, as where each is followed by the gate of an output.
         key: [T, heads * size] or [T, heads, size], query's dtype; unchanged.
-        q_weight: [size], query's dtype: RMSNorm weight of each query head.
-        k_weight: [size], query's dtype: RMSNorm weight of each key head.
+        q_weight: [size], query's dtype: RMSNorm weight of each query head. [query heads * size]: of one norm over all query heads,
+            as k_weight then is.
+        k_weight: [size] or [heads * size], query's dtype: as q_weight, of keys.
         epsilon: Added to the mean square.
         query_out: As query: receives the normalized and rotated queries.
         key_out: As key: receives the normalized and rotated keys.
@@ -228,16 +290,17 @@ def qk_norm_rope_and_cache(
         width_pairs: Number of pairs 2, 5, 8, ... that rotate by the position of width.
 
     Source:
-        vLLM's Qwen3Attention: `rms_norm` of q and k, `rotary_embedding`, `reshape_and_cache`. Its Qwen3NextAttention and MRotaryEmbedding
-        with interleaved sections.
+        vLLM's Qwen3Attention: `rms_norm` of q and k, `rotary_embedding`, `reshape_and_cache`. Its Qwen3NextAttention, MRotaryEmbedding
+        with interleaved sections, and MiniMaxText01RMSNormTP with one rank.
     """
     a = qk_norm_rope_and_cache.Arguments(
         query, key, value, q_weight, k_weight, epsilon, positions, cos_sin_cache, is_neox, query_out, key_out,
         key_cache, value_cache, slot_mapping, k_scale, v_scale, one_plus_weight, height_pairs, width_pairs,
     )  # fmt: skip
-    p = rotation.heads_parts(a)
+    p, of_all = rotation.heads_parts(a), _is_over_all(a)
     outs = [attention.heads(x, p.sizes[0]) for x in (query_out, key_out)]
     for x, weight, out in zip((p.query, p.key), (q_weight, k_weight), outs):
-        out.copy_(_normalized(x, weight, epsilon, one_plus_weight))
+        rows = x.flatten(1) if of_all else x
+        out.copy_(_normalized(rows, weight, epsilon, one_plus_weight).view(x.shape))
         rotation.rotate(out, positions, cos_sin_cache, is_neox, height_pairs, width_pairs)
     rotation.write(p.layout, outs[1], p.value, slot_mapping, p.scales)

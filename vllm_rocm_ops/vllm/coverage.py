@@ -18,7 +18,8 @@ import vllm_rocm_ops
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import gated_delta_net_layer as delta_net
-from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
+from vllm_rocm_ops.vllm.attention import rope_pre_attention
+from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, model_queries
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -80,11 +81,15 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
     """Yield for each layer of a model: its kind, whether a seam covers it, and its class. A launch has its layer's norm inside."""
     inside = {module.norm for module in model.modules() if isinstance(module, delta_net.OneLaunch)}
     for module in model.modules():
-        kind = kind_of(module)
+        kind, name = kind_of(module), type(module).__name__
         if kind in ("norms", "activations"):
-            yield kind, hasattr(module, "rocm_ops_forward") or module in inside, type(module).__name__
+            taken = (
+                hasattr(module, "rocm_ops_forward") or module in inside or getattr(module, model_queries.MARKED, False)
+            )
+            why = rope_pre_attention.norm_refusal(module)
+            yield kind, taken, f"{name}, {why}" if why else name
         elif kind == "layers of Gated DeltaNet":
-            yield kind, isinstance(module, delta_net.OneLaunch), type(module).__name__
+            yield kind, isinstance(module, delta_net.OneLaunch), name
         elif kind is not None:
             method = type(getattr(module, "quant_method", module)).__name__
             yield kind, next(kernels_of(module), None) is not None, method

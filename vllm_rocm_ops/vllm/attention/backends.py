@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_rocm_ops.ops.shared.attention import of_16_bytes
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 
@@ -161,11 +162,27 @@ def packed(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tens
     return kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
 
 
-def packed_unless_shuffled(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Split a packed cache, unless AITER's shuffled layout is enabled."""
+def is_shuffled() -> bool:
+    """True if AITER's shuffled layout of a cache is enabled, VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT=1."""
     from vllm._aiter_ops import rocm_aiter_ops
 
-    return None if rocm_aiter_ops.is_shuffle_kv_cache_enabled() else packed(impl, layer, kv_cache)
+    return rocm_aiter_ops.is_shuffle_kv_cache_enabled()
+
+
+def packed_or_shuffled(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Split a packed cache, or one in AITER's shuffled layout, which the ops have as interleaved.
+
+    vLLM's implementation splits the latter into pages of keys and of values, whose bytes AITER's kernels read as [heads, size / x, slots, x]
+    and [heads, slots / x, size, x]. None where keys and values of a page are not apart, as up to 0.28, where they overwrite each other.
+    """
+    if not is_shuffled():
+        return packed(impl, layer, kv_cache)
+    parts = impl._split_kv_cache(kv_cache) if hasattr(impl, "_split_kv_cache") else ()
+    if len(parts) != 2 or not all(part[0].is_contiguous() for part in parts):
+        return None
+    (pages, slots, heads, size), x = parts[0].shape, of_16_bytes(kv_cache)
+    keys, values = (heads, size // x, slots, x), (heads, slots // x, size, x)
+    return parts[0].view(pages, *keys), parts[1].view(pages, *values)
 
 
 def packed_unless_interleaved(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -201,6 +218,8 @@ def cache_of(backend: Backend, impl, tokens: int, dtype: torch.dtype, device: to
     """Return an empty cache for a number of tokens in a backend's order."""
     (heads, size), pages = (impl.num_kv_heads, impl.head_size), -(-tokens // PAGE)
     if backend.caches is split_rocm_cache:
+        return torch.empty(pages, 2, PAGE, heads * size, dtype=dtype, device=device)
+    if backend.caches is packed_or_shuffled and is_shuffled():
         return torch.empty(pages, 2, PAGE, heads * size, dtype=dtype, device=device)
     if not backend.on_gpu:
         return torch.empty(pages, heads, PAGE, 2 * size, dtype=dtype, device=device)

@@ -309,7 +309,7 @@ BACKENDS = {
     "ROCM_ATTN": _of_heads("rocm_attn", "RocmAttention", "RocmAttentionImpl", "RocmAttentionMetadata", *_of_all),
     "ROCM_AITER_FA": _of_heads(
         *("rocm_aiter_fa", "AiterFlashAttention", "AiterFlashAttentionImpl", "AiterFlashAttentionMetadata"),
-        *(OF_SPLIT, backends.packed_unless_shuffled, backends.batch_of_decodes),
+        *(OF_SPLIT, backends.packed_or_shuffled, backends.batch_of_decodes),
     ),
     "ROCM_AITER_UNIFIED_ATTN": _of_heads(
         *("rocm_aiter_unified_attn", "RocmAiterUnifiedAttention", "RocmAiterUnifiedAttentionImpl"),

@@ -2,7 +2,7 @@
 
 `rope_and_cache` rotates queries and keys and writes the cache. `qk_norm_rope_and_cache` normalizes the heads first, as
 in Qwen3, GLM and Gemma. It reads Qwen3-Next's queries between the gates of attention's output, which stay in place: what reshapes
-a gate moves behind attention. Other norms, as MiniMax's over all heads, stay the compiler's.
+a gate moves behind attention. The norms may be over all heads, as MiniMax-M2's with one rank. Other norms stay the compiler's.
 
 vLLM splits a compiled model at each cache update, so the rotation and the update are in two pieces, and a pass on a
 piece sees only one. This seam changes the whole graph before vLLM splits it. There a rotation is a marker
@@ -28,7 +28,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, decoder, split
-from vllm_rocm_ops.vllm.attention.rope_pre_attention import OWN_KERNEL, RopePreAttention
+from vllm_rocm_ops.vllm.attention.rope_pre_attention import OWN_KERNEL, RopePreAttention, norms_of
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -102,7 +102,8 @@ def by_vllm(layer, heads: tuple, norm: tuple, angles: tuple, outs: tuple, cache:
     (q, k, v), (*weights, epsilon, one_plus) = heads, norm
     if outs[0] is not None:
         for x, weight, out in zip((q, k), weights, outs):
-            out.copy_(ops.rms_norm.reference(x, weight, epsilon, one_plus))
+            x = x if weight.shape == x.shape[2:] else x.flatten(1)
+            out.copy_(ops.rms_norm.reference(x, weight, epsilon, one_plus).view(out.shape))
         q, k = outs
     for x in (q, k):
         rotation.rotate(x, *angles)
@@ -149,19 +150,6 @@ def unsupported_features(attn: torch.nn.Module, rotary: torch.nn.Module, dtype: 
         yield "batch invariance"
 
 
-def norms_of(layer: torch.nn.Module, size: int, dtype: torch.dtype) -> tuple[torch.nn.Module, ...]:
-    """Return the norms of queries and keys in a layer, or nothing where the op supports only what follows them."""
-    norms = tuple(getattr(layer, name, None) for name in ("q_norm", "k_norm"))
-    kinds = {type(norm).__name__ for norm in norms}
-    if len(kinds) > 1 or not kinds <= {"RocmOpsRMSNorm", "RocmOpsGemmaRMSNorm"}:
-        return ()
-    for norm in norms:
-        is_whole = getattr(norm, "variance_size_override", None) is None
-        if not is_whole or norm.weight.shape != (size,) or norm.weight.dtype != dtype:
-            return ()
-    return norms if norms[0].variance_epsilon == norms[1].variance_epsilon else ()
-
-
 def sections_of(rotary: torch.nn.Module, config) -> tuple[int, int]:
     """Return the pairs of a head that a model rotates by positions of height and width."""
     uses = getattr(config.model_config, "uses_mrope", False)
@@ -189,7 +177,7 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAt
             continue
         part = None
         if not any(unsupported_features(attn, rotary, dtype)):
-            norms, sections = norms_of(layer, attn.head_size, dtype), sections_of(rotary, config)
+            norms, sections = norms_of(layer, attn, dtype), sections_of(rotary, config)
             own_kernel = getattr(layer, OWN_KERNEL, False)  # with the norms
             if norms or not (any(sections) or own_kernel):  # only the op with norms rotates by sections
                 part = RopePreAttention(layer, norms, sections, dtype, baseline)
@@ -253,8 +241,13 @@ def is_own(node: fx.Node) -> bool:
 
 def normed(node: fx.Node) -> tuple[fx.Node, fx.Node, float, bool] | None:
     """Return what a node is the norm of, the norm's weight and epsilon, and whether it is 1 + weight; None if it is no norm."""
+    from vllm_rocm_ops.vllm.graph.markers import BOTH_NORMS
+
     while is_view(node):
         node = node.args[0]
+    if node.target is operator.getitem and node.args[0].target is BOTH_NORMS:
+        both, of = node.args
+        return both.args[of], both.args[2 + of], both.args[4], False
     is_whole = split.op_of(node) == NORM and not any(size is not None for size in node.args[3:])
     if not is_whole or len(node.args) < 3 or node.kwargs:
         return None

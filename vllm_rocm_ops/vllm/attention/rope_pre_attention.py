@@ -1,11 +1,15 @@
 """Describe head norms, rotation and cache write of attention layers as one op call, for the seam rope_and_cache.py.
 
 It has what compiled_ops.py needs to time the call against vLLM's layers and their backend's cache write.
+
+MiniMax-M2 computes both norms over all heads in one method of their class, in PyTorch, so a layer that the plugin serves marks them. With
+tensor parallelism vLLM sums their squares over all ranks, which is an op of its own: these norms stay vLLM's.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +28,9 @@ from vllm_rocm_ops.vllm.selection.key import Baseline
 
 OWN_KERNEL = "use_fused_qk_norm_rope_gate"
 """The attribute by which vLLM's Qwen3NextAttention calls its own kernel, on CUDA."""
+SEPARATE = {"RocmOpsRMSNorm"}, {"RocmOpsGemmaRMSNorm"}
+TOGETHER = "MiniMaxText01RMSNormTP"
+"""vLLM's norms with a forward each, and those whose class computes both."""
 
 
 def shape_of(
@@ -54,12 +61,14 @@ class Traits(NamedTuple):
         is_gated: Whether each query head is followed by the gate of its output.
         height_pairs: Pairs of a head that rotate by the position of height.
         width_pairs: Pairs that rotate by the position of width.
+        over_all: Whether one norm is over all heads.
     """
 
     one_plus: bool = False
     is_gated: bool = False
     height_pairs: int = 0
     width_pairs: int = 0
+    over_all: bool = False
 
     @property
     def sections(self) -> tuple[int, int]:
@@ -69,7 +78,7 @@ class Traits(NamedTuple):
     def name(self) -> str:
         """The traits as a part of a shape's name."""
         by = f" sections {self.height_pairs}+{self.width_pairs}" if any(self.sections) else ""
-        return f"{' one-plus' * self.one_plus}{' gate' * self.is_gated}{by}"
+        return f"{' one-plus' * self.one_plus}{' gate' * self.is_gated}{by}{' over-all' * self.over_all}"
 
 
 def is_gate_beside(layer: torch.nn.Module) -> bool:
@@ -100,7 +109,7 @@ class RopePreAttention(LayerPart):
         self.op = ops.qk_norm_rope_and_cache if norms else ops.rope_and_cache
         self.heads = attn.num_heads, attn.num_kv_heads, attn.head_size
         one_plus, is_gated = any(getattr(norm, "one_plus_weight", False) for norm in norms), is_gate_beside(layer)
-        self.traits = Traits(one_plus, is_gated, *sections)
+        self.traits = Traits(one_plus, is_gated, *sections, are_over_all(norms, attn.head_size))
         self.has_own_kernel = bool(getattr(layer, OWN_KERNEL, False))
         cache = self.decoder.impl.kv_cache_dtype
         shape = shape_of(self.heads, rotary.rotary_dim, rotary.is_neox_style, dtype, cache, self.traits.name)
@@ -168,6 +177,8 @@ class RopePreAttention(LayerPart):
         marks, serves = markers.of_rotation(self.rotary, bool(self.norms)), all(taken.values())
         self.rotary._forward_method = marks if serves else self.rotary.forward_native
         for part in self.peers:
+            if is_together(part.norms):
+                markers.of_norms(part.norms, serves)
             if part.has_own_kernel:
                 setattr(part.layer, OWN_KERNEL, not serves)
 
@@ -197,7 +208,7 @@ class RopePreAttention(LayerPart):
             return q, k, gate
         q, k, _ = self.parts(qkv)
         if self.norms:
-            q, k = (norm.vllm_forward(x) for norm, x in zip(self.norms, (q, k)))
+            q, k = normalized(self.norms, q, k)
         query, _, size = self.heads
         gate = [qkv[:, : 2 * query * size].unflatten(1, (query, -1))[..., size:].flatten(1)] * self.traits.is_gated
         return *self.rotary.forward_native(positions, q.flatten(1), k.flatten(1)), *gate
@@ -221,11 +232,61 @@ class RopePreAttention(LayerPart):
         q, k, v = (x.float().clone() for x in self.parts(qkv))
         if self.norms:
             *weights, epsilon = self.weights()
+            axes = (1, 2) if self.traits.over_all else 2
             q, k = (
-                x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (weight.float() + self.traits.one_plus)
+                x
+                * torch.rsqrt(x.square().mean(axes, keepdim=True) + epsilon)
+                * (weight.float() + self.traits.one_plus).unflatten(0, (-1, x.shape[2]))
                 for x, weight in zip((q, k), weights)
             )
         angles = self.of_model(positions), self.rotary.cos_sin_cache, self.rotary.is_neox_style, *self.traits.sections
         for x in (q, k):
             rotation.rotate(x, *angles)
         return [x.flatten(1) for x in (q, k, k, v)]
+
+
+# Norms of queries and keys
+
+
+def norms_of(layer: torch.nn.Module, attn: torch.nn.Module, dtype: torch.dtype) -> tuple[torch.nn.Module, ...]:
+    """Return the norms of queries and keys in a layer, or nothing where the op supports only what follows them."""
+    norms = tuple(getattr(layer, name, None) for name in ("q_norm", "k_norm"))
+    kinds = {type(norm).__name__ for norm in norms}
+    if kinds not in SEPARATE and not (is_together(norms) and norms[0].tp_world == 1):
+        return ()
+    size, heads = attn.head_size, (attn.num_heads, attn.num_kv_heads)
+    shapes = [tuple(norm.weight.shape) for norm in norms]
+    if shapes not in ([(size,)] * 2, [(count * size,) for count in heads]):
+        return ()
+    for norm in norms:
+        if getattr(norm, "variance_size_override", None) is not None or norm.weight.dtype != dtype:
+            return ()
+    return norms if norms[0].variance_epsilon == norms[1].variance_epsilon else ()
+
+
+def is_together(norms: tuple) -> bool:
+    """True if the norms' class computes both, in a method that the plugin knows."""
+    if not norms or {type(norm).__name__ for norm in norms} != {TOGETHER}:
+        return False
+    computes = getattr(type(norms[0]), "forward_qk", lambda: None)
+    return [*inspect.signature(computes).parameters] == ["q_norm", "k_norm", "q", "k"]
+
+
+def are_over_all(norms: tuple, size: int) -> bool:
+    """True if norms are over all heads of this size."""
+    return any(norm.weight.shape != (size,) for norm in norms)
+
+
+def norm_refusal(norm: torch.nn.Module) -> str:
+    """Return why a norm stays vLLM's, empty if there is no reason."""
+    is_apart = type(norm).__name__ == TOGETHER and norm.tp_world > 1
+    return "whose squares vLLM sums over ranks" if is_apart else ""
+
+
+def normalized(norms: tuple, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """Return the norms of heads [tokens, heads, size] by vLLM's modules, [tokens, heads * size] if they are over all heads."""
+    if are_over_all(norms, q.shape[2]):
+        q, k = q.flatten(1), k.flatten(1)
+    if is_together(norms):
+        return type(norms[0]).forward_qk(*norms, q, k)
+    return tuple(norm.vllm_forward(x) for norm, x in zip(norms, (q, k)))

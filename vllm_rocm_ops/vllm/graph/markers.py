@@ -20,11 +20,13 @@ from vllm.model_executor.layers.quantization.utils import mxfp8_utils  # noqa: F
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.graph import model_queries
 
 aten = torch.ops.aten
 _quantize: dict[tuple[int, ...], Callable] = {}
 _activate: list[Callable] = []
 _sections: dict[tuple[int, ...], torch.nn.Module] = {}
+_normalize: list[Callable] = []
 OF_SECTIONS = "head_size", "rotary_dim", "mrope_section", "mrope_interleaved", "apply_rotary_emb"
 """Attributes that vLLM's rotation by sections reads, besides the table."""
 
@@ -68,6 +70,12 @@ def rotate(
     return MRotaryEmbedding.forward_native(own, positions, q, k)
 
 
+def normalize_both(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return vLLM's norms over all heads of q and of k, which it computes together."""
+    norms = (types.SimpleNamespace(weight=weight, variance_epsilon=epsilon) for weight in (q_weight, k_weight))
+    return _normalize[0](*norms, q, k)
+
+
 def activate(x: Tensor) -> Tensor:
     """Return vLLM's SiluAndMul of x."""
     return _activate[0](x)
@@ -83,12 +91,16 @@ _library.define(
 )
 _library.impl("marked_rotation", rotate, "CompositeExplicitAutograd")
 torch.library.register_fake("vllm_rocm_ops::marked_rotation", rotate, lib=_library)
+_library.define("marked_norms(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float epsilon) -> (Tensor, Tensor)")
+_library.impl("marked_norms", normalize_both, "CompositeExplicitAutograd")
+torch.library.register_fake("vllm_rocm_ops::marked_norms", normalize_both, lib=_library)
 
 QUANTIZATION = torch.ops.vllm_rocm_ops.marked_quant.default
 MX_QUANTIZATION = torch.ops.vllm.mxfp8_quantize.default
 ACTIVATION = ops.silu_and_mul.torch_op
 ROTATION = torch.ops.vllm_rocm_ops.marked_rotation.default
-FORMS = {QUANTIZATION: quantize, ACTIVATION: activate, ROTATION: rotate}
+BOTH_NORMS = torch.ops.vllm_rocm_ops.marked_norms.default
+FORMS = {QUANTIZATION: quantize, ACTIVATION: activate, ROTATION: rotate, BOTH_NORMS: normalize_both}
 """Markers, and what vLLM traces in their place. The activation's marker is the plugin's own op."""
 
 
@@ -129,6 +141,23 @@ def of_activation(forward: Callable) -> Callable:
     """Return a forward that marks vLLM's SiluAndMul while a model is traced."""
     _activate[:] = [forward]
     return ACTIVATION
+
+
+def of_norms(norms: tuple[torch.nn.Module, torch.nn.Module], marks: bool) -> None:
+    """Have the norms of queries and keys of a layer marked, or not, while a model is traced. Their class computes both."""
+    cls = type(norms[0])
+    if not _normalize:
+        forward = cls.forward_qk
+        _normalize.append(forward)
+
+        def marked(q_norm: torch.nn.Module, k_norm: torch.nn.Module, q: Tensor, k: Tensor):
+            if not getattr(q_norm, model_queries.MARKED, False) or not torch.compiler.is_compiling():
+                return forward(q_norm, k_norm, q, k)
+            return BOTH_NORMS(q, k, q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
+
+        cls.forward_qk = staticmethod(marked)
+    for norm in norms:
+        setattr(norm, model_queries.MARKED, marks)
 
 
 def of_rotation(rotary: torch.nn.Module, norms: bool) -> Callable:

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 
 import torch
 
+MARKED = "rocm_ops_marked"
+"""The attribute of norms that are marked while vLLM traces their model (markers.py)."""
+
 
 def norms(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield the norms of a model that the plugin's ops serve."""

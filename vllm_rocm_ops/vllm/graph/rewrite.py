@@ -37,7 +37,7 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op, registered
 from vllm_rocm_ops.vllm.graph import all_reduce_norm, fused_quant, markers, queries
 from vllm_rocm_ops.vllm.graph.compiled_ops import choices, norm_rules, two_output_rules
-from vllm_rocm_ops.vllm.graph.markers import ACTIVATION, MX_QUANTIZATION, QUANTIZATION, ROTATION, lower
+from vllm_rocm_ops.vllm.graph.markers import ACTIVATION, BOTH_NORMS, MX_QUANTIZATION, QUANTIZATION, ROTATION, lower
 from vllm_rocm_ops.vllm.graph.queries import addends, are_alike, is_materialized, is_view, unviewed
 from vllm_rocm_ops.vllm.linear import scaled_linear
 
@@ -157,7 +157,7 @@ class Fusion(VllmInductorPass):
             if not (producer.name in choices.on and self.take(producer)) and node.target is ACTIVATION:
                 lower(node, self.traces)
         graph.eliminate_dead_code()
-        for node in [node for node in graph.nodes if node.target in (QUANTIZATION, ROTATION)]:
+        for node in [node for node in graph.nodes if node.target in (QUANTIZATION, ROTATION, BOTH_NORMS)]:
             lower(node, self.traces)
         graph.eliminate_dead_code()
 

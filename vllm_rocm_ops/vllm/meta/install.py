@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from vllm_rocm_ops.vllm.attention import rope_pre_attention
 from vllm_rocm_ops.vllm.meta.step import (
     OTHER,
     Step,
@@ -17,6 +18,7 @@ from vllm_rocm_ops.vllm.meta.step import (
     latent_attention,
     linear,
     norm,
+    norms_over_all,
     plain,
     rotation,
     routes,
@@ -59,6 +61,10 @@ def install(step: Step, model: torch.nn.Module) -> None:
             instead(module, delta_net)
         elif hasattr(module, "impl") and hasattr(module, "num_kv_heads"):
             instead(module, attention)
+        elif name == rope_pre_attention.TOGETHER:
+            type(module).forward_qk = staticmethod(
+                lambda q_norm, k_norm, q, k: norms_over_all(step, (q_norm, k_norm), (q, k))
+            )
         elif "Norm" in name and not list(module.children()):
             instead(module, norm)
         elif hasattr(module, "rotary_dim") and hasattr(module, "forward_native"):

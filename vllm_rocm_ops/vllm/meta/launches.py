@@ -11,6 +11,7 @@ import torch
 from vllm_rocm_ops.core.quantization import BLOCKS, STATIC, UNQUANTIZED
 from vllm_rocm_ops.models import fused_calls
 from vllm_rocm_ops.models.layers import ACTIVATIONS, GATED_NORM, NORMS, RESIDUAL
+from vllm_rocm_ops.vllm.attention import rope_pre_attention
 from vllm_rocm_ops.vllm.graph import norm_outputs
 from vllm_rocm_ops.vllm.meta.install import install
 from vllm_rocm_ops.vllm.meta.step import (
@@ -52,7 +53,7 @@ def add_unseen(step: Step, model: torch.nn.Module) -> None:
         found = layer_of(name)
         if module in step.seen or not found or found[0] not in ends or not module._parameters or [*module.children()]:
             continue
-        runs = f"{type(module).__name__}, in another launch"
+        runs = f"{type(module).__name__}, {rope_pre_attention.norm_refusal(module) or 'in another launch'}"
         more.setdefault(ends[found[0]], []).append(Record(name, OTHER, torch.get_default_dtype(), runs=runs))
     step.records = [each for place, record in enumerate(step.records) for each in (record, *more.get(place, ()))]
 

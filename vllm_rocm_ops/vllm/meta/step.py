@@ -157,7 +157,8 @@ def norm(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, residual:
     made = result if residual is None else result[0]
     epsilon = getattr(layer, "variance_epsilon", None)
     weight = getattr(layer, "weight", None)
-    is_gemma, is_heads = "Gemma" in type(layer).__name__, x.dim() > 2 and x.shape[0] == TOKENS
+    is_gemma, parent = "Gemma" in type(layer).__name__, parent_of(step, layer)
+    is_heads = x.dim() > 2 and x.shape[0] == TOKENS or layer in norms_of(parent, x.dtype)
     is_taken = hasattr(layer, "rocm_ops_forward") and x.dtype in HALVES
     is_taken = is_taken and isinstance(weight, Tensor) and weight.dtype == x.dtype and not rest and not more
     parameters = (x.shape[-1], residual is not None, float(epsilon), *[True] * is_gemma) if is_taken else ()
@@ -166,8 +167,27 @@ def norm(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor, residual:
         step.kept.append(result[1])
     record.quantization = "heads" if is_heads and is_taken else None
     if record.quantization:
-        record.traits = head_traits(parent_of(step, layer), is_gemma)
+        record.traits = head_traits(parent, x.dtype, is_gemma)
     return result
+
+
+def norms_over_all(step: Step, norms: tuple, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Record norms of queries and keys that a method of their class computes."""
+    parent, made = parent_of(step, norms[0]), []
+    is_taken = bool(norms_of(parent, rows[0].dtype))
+    for layer, x in zip(norms, rows):
+        with step.quietly():
+            made.append(x.clone())
+        record = step.add(layer, NORM, x, made[-1], runs="" if is_taken else type(layer).__name__)
+        if is_taken:
+            record.quantization, record.traits = "heads", head_traits(parent, x.dtype, False)
+    return tuple(made)
+
+
+def norms_of(layer: torch.nn.Module | None, dtype: torch.dtype) -> tuple[torch.nn.Module, ...]:
+    """Return the norms of queries and keys that one launch with the rotation supports."""
+    attn = getattr(layer, "attn", None)
+    return rope_pre_attention.norms_of(layer, attn, dtype) if hasattr(attn, "num_kv_heads") else ()
 
 
 def parent_of(step: Step, layer: torch.nn.Module) -> torch.nn.Module | None:
@@ -175,13 +195,15 @@ def parent_of(step: Step, layer: torch.nn.Module) -> torch.nn.Module | None:
     return step.modules.get(step.names.get(layer, "").rpartition(".")[0])
 
 
-def head_traits(layer: torch.nn.Module | None, one_plus: bool) -> tuple:
+def head_traits(layer: torch.nn.Module | None, dtype: torch.dtype, one_plus: bool) -> tuple:
     """Return what is special of a layer's head norms and rotation, as `Traits` has it; nothing if nothing is."""
     from vllm.config import get_current_vllm_config
 
     rotary = getattr(layer, "rotary_emb", None)
     sections = (0, 0) if rotary is None else rope_and_cache.sections_of(rotary, get_current_vllm_config())
-    traits = rope_pre_attention.Traits(one_plus, rope_pre_attention.is_gate_beside(layer), *sections)
+    norms = norms_of(layer, dtype)
+    over_all = bool(norms) and rope_pre_attention.are_over_all(norms, layer.attn.head_size)
+    traits = rope_pre_attention.Traits(one_plus, rope_pre_attention.is_gate_beside(layer), *sections, over_all)
     return tuple(traits) if traits != rope_pre_attention.Traits() else ()
 
 
