@@ -30,7 +30,7 @@ from vllm_rocm_ops.ops.shared.inputs import Inputs
 
 ATTENTION, QUANTIZATION, V_UP = "attention", "o's input quantization", "W_UV"
 HEAD_NORMS, ROTATION, CACHE_WRITE = "norms of q and k", "rotation", "cache write"
-"""Launches around attention, the only one of them that is an op by itself."""
+"""Launches around attention, which alone is an op by itself."""
 SHARED_QUANTIZATION, EXPERTS_NORM, EXPERTS = "shared experts' input quantization", "post-attention norm", "experts"
 GATES = "in_proj_ba"
 """The projection of Gated DeltaNet's b and a."""
@@ -184,7 +184,7 @@ def _router_arguments(tokens: int, inputs: Inputs, experts: int, hidden: int, to
 
 
 def _expert_gates(activation: Op, step: Step) -> Found:
-    """Find a shared expert's activation before its gate, whose sigmoid and product are two more launches."""
+    """Find a shared expert's activation before its gate."""
     before: LayerCall | Launch | None = None
     for launch in step:
         if launch.layer == SHARED_ACTIVATION:
@@ -342,7 +342,7 @@ def _quantized(is_latent: bool, step: Step) -> Found:
 
 
 def _quantized_attention(tokens: int, inputs: Inputs, heads: int, kv_heads: int, size: int, *rest) -> tuple:
-    """Return arguments of decode attention with an e4m3 result, with a static scale or a dynamic scale per head."""
+    """Return arguments of decode attention with an e4m3 result, with a static scale or one per head."""
     *cache, kind = rest
     given = model_arguments.heads_attention(tokens, inputs, heads, kv_heads, size, *cache)
     out = inputs.values(tokens, heads, size, dtype=inputs.fp8_dtype)
@@ -357,9 +357,9 @@ def _quantized_v_up(tokens: int, inputs: Inputs, heads: int, k: int, n: int, tra
 
 
 def _delta_nets(step: Step) -> Found:
-    """Find convolution and recurrence of Gated DeltaNet, with the projection of b and a, the norm and the quantization of out_proj's input.
+    """Find Gated DeltaNet's convolution and recurrence, with the projection of b and a, the norm, and out_proj's quantization.
 
-    The op has the projection in 16 bits, and some of the quantizations.
+    The op has some of the quantizations.
     """
     for place, launch in enumerate(step):
         if launch.layer == DELTA_NET:
