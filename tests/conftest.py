@@ -48,10 +48,10 @@ ASKING = ("test_model_layers", "test_repo", "test_cli", "test_meta_model", "test
 """Files that ask vLLM for models' launches. One worker runs them, as each starts processes for the answers, in 10 s."""
 
 LONGEST = (
-    *("test_fused_experts", "test_waits", "test_devices", "test_rms_norm", "test_mla_decode", "test_planted_bugs"),
-    *("test_fused_experts_tiled", "test_layer_norm", "test_scaled_mm_tiled", "test_large_tensors"),
+    *("test_planted_bugs", "test_fused_experts", "test_linear", "test_paged_attention_decode", "test_devices"),
+    *("test_ties", "test_fused_experts_tiled", "test_far_apart", "test_mechanism", "test_gemm", "test_run"),
 )
-"""The slowest files that start no engine, from minutes down to half a minute."""
+"""The slowest files that start no engine, from a minute down to half of one."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

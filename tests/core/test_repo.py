@@ -164,8 +164,7 @@ def named_although_standalone(paths: list[pathlib.Path], standalone: set[str]) -
 
 
 def standalone_ops() -> set[str]:
-    modules = {f"vllm_rocm_ops.ops.standalone.{path.stem}" for path in STANDALONE}
-    return {op.name for op in op_module.registered() if op.reference.__module__ in modules}
+    return {op.name for op in op_module.registered() if op.is_standalone}
 
 
 def test_nothing_that_serves_names_a_standalone_op():

@@ -50,11 +50,6 @@ def file_of(op: Op) -> pathlib.Path:
     return pathlib.Path(inspect.getmodule(op.reference).__file__)
 
 
-def is_standalone(op: Op) -> bool:
-    """True if no seam calls an op."""
-    return file_of(op).parent.name == "standalone"
-
-
 def known_op(name: str) -> Op:
     """Return an op by name."""
     return next(op for op in op_module.registered() if op.name == name)
@@ -205,7 +200,7 @@ def documentation(op: Op, said: dict[str, str]) -> str:
 def page(file: str, ops: list[Op], results: list[dict]) -> str:
     """Return the page of an op file."""
     spec, said = file_of(ops[0]).relative_to(DOCS.parent).as_posix(), {}
-    where = f"Source: [{file}.py](../{spec}). {'No seam calls it. ' * is_standalone(ops[0])}[How to read this page](README.md#op-pages)."
+    where = f"Source: [{file}.py](../{spec}). {'No seam calls it. ' * ops[0].is_standalone}[How to read this page](README.md#op-pages)."
     parts = (
         WRITTEN,
         f"# {file}",
@@ -270,7 +265,7 @@ def index(standalone: bool) -> str:
     """Return a row for each page of ops that seams call, or of standalone ones."""
     rows = []
     for file, ops in by_file().items():
-        if is_standalone(ops[0]) is standalone:
+        if ops[0].is_standalone is standalone:
             gpus = dict.fromkeys(
                 gpu for op in ops for *_, archs_of_row in supported(op) for gpu in archs_of_row.split(", ")
             )

@@ -136,6 +136,11 @@ class Op:
     meanings: Mapping[str, str] = field(default_factory=dict)
     name: str = field(init=False)
 
+    @property
+    def is_standalone(self) -> bool:
+        """True if no seam calls the op: its file is in ops/standalone."""
+        return ".standalone." in self.reference.__module__
+
     def __post_init__(self) -> None:
         self.name = self.reference.__name__
         self.__doc__ = documented(self.reference, self.meanings)

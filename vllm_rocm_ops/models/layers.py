@@ -19,9 +19,9 @@ import torch
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Case, Op, registered
-from vllm_rocm_ops.core.quantization import BLOCKS, MX, STATIC, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import asking
+from vllm_rocm_ops.ops.shared import by_quantization
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 
 ARCH = asking.AMD[-1]
@@ -36,33 +36,40 @@ ATTENTION = ops.paged_attention_decode, ops.mla_decode
 """Decode attention ops, which vLLM calls if they were measured to be faster at every sequence length."""
 LINEARS = tuple(op for op in registered() if op.linear)
 """Ops of linear layers."""
-NORMS = {
-    UNQUANTIZED: (ops.rms_norm, model_arguments.norm),
-    STATIC: (ops.rms_norm_static_fp8_quant, model_arguments.static_norm),
-    TOKEN: (ops.rms_norm_dynamic_per_token_quant, model_arguments.token_norm),
-    BLOCKS: (ops.rms_norm_per_block_quant, model_arguments.block_norm),
-    MX: (ops.rms_norm_mxfp8_quant, model_arguments.mx_norm),
-}
+
+
+def _with_arguments(table: dict[str, tuple[str, ...]], **functions: Callable[..., tuple]) -> dict[str, tuple]:
+    """Return the ops of a table without a residual, each with the function that makes its arguments, by quantization."""
+    return {kind: (getattr(ops, table[kind][0]), function) for kind, function in functions.items()}
+
+
+NORMS = _with_arguments(
+    by_quantization.NORMS,
+    none=model_arguments.norm,
+    static=model_arguments.static_norm,
+    token=model_arguments.token_norm,
+    block=model_arguments.block_norm,
+    mx=model_arguments.mx_norm,
+)
 """Norms without a residual, by the quantization of the linear that reads them; others quantize in a second launch."""
-RESIDUAL = {
-    ops.rms_norm: ops.fused_add_rms_norm,
-    ops.rms_norm_static_fp8_quant: ops.fused_add_rms_norm_static_fp8_quant,
-}
+RESIDUAL = {getattr(ops, one): getattr(ops, two) for one, two in (n for n in by_quantization.NORMS.values() if n[1:])}
 """Norms whose op with a residual is another one."""
-ACTIVATIONS = {
-    UNQUANTIZED: (ops.silu_and_mul, model_arguments.activation),
-    STATIC: (ops.silu_and_mul_quant, model_arguments.static_activation),
-    TOKEN: (ops.silu_and_mul_per_token_quant, model_arguments.dynamic_activation),
-    BLOCKS: (ops.silu_and_mul_per_block_quant, model_arguments.dynamic_activation),
-    MX: (ops.silu_and_mul_mxfp8_quant, model_arguments.activation),
-}
+ACTIVATIONS = _with_arguments(
+    by_quantization.ACTIVATIONS,
+    none=model_arguments.activation,
+    static=model_arguments.static_activation,
+    token=model_arguments.dynamic_activation,
+    block=model_arguments.dynamic_activation,
+    mx=model_arguments.activation,
+)
 """Activations by the quantization of the linear that reads them."""
-GATES = {
-    STATIC: (ops.sigmoid_and_mul_quant, model_arguments.static_gate),
-    TOKEN: (ops.sigmoid_and_mul_per_token_quant, model_arguments.dynamic_gate),
-    BLOCKS: (ops.sigmoid_and_mul_per_block_quant, model_arguments.dynamic_gate),
-    MX: (ops.sigmoid_and_mul_mxfp8_quant, model_arguments.gate),
-}
+GATES = _with_arguments(
+    by_quantization.GATES,
+    static=model_arguments.static_gate,
+    token=model_arguments.dynamic_gate,
+    block=model_arguments.dynamic_gate,
+    mx=model_arguments.gate,
+)
 """Gates of attention's output by the quantization of the linear that reads it."""
 ARGUMENTS = {
     **{op: op.linear for op in LINEARS},

@@ -28,7 +28,7 @@ OUT_OF_MEMORY = "OutOfMemoryError"  # another process may hold the memory
 
 def names() -> list[str]:
     """Return the ops to try: those that seams may call."""
-    return [op.name for op in op_module.registered() if op.reference.__module__.split(".")[-2] != "standalone"]
+    return [op.name for op in op_module.registered() if not op.is_standalone]
 
 
 def stages() -> Iterator[tuple[str, ...]]:

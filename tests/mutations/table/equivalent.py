@@ -4,6 +4,7 @@ EQUIVALENT: dict[str, str] = {
     "attention/mla.h:run:tail:1": "the loop inside has the same condition: a split without keys only loads ahead, as the last steps of others do",
     "attention/output.h:add_at_once:bound:2": "a pass without members loads zeros, and adds them",
     "device/amd/mx.h:defined:barrier:1": "the compiler waits for what is used; in streaming loops its waits stay the same",
+    "device/amd/sync.h:block_barrier:barrier:3": "the compiler moves no LDS access across s_barrier: of 300 kernels one gets other registers",
     "device/clamped_silu.h:operator:bound:1": "both branches are the same value where `up` is -limit",
     "gemm/batched_quant.h:quantize_head:bound:1": "partial sums have all rows of a tile; row m is loaded, and not stored",
     "gemm/skinny/epilogue.h:has_partial:bound:1": "each value has a slot; what is stored and loaded for token m is not an output",

@@ -7,7 +7,7 @@ HERE = Tests("test_gated_attention.py")
 # fmt: off
 BUGS = (
     Bug("a residual of the graph's input updated in place", "vllm/attention/norm_residuals.py",
-        "if not is_part and not split.op_of(owner) and owner.target not in MAKERS:", "if False:", HERE),
+        "if not is_part and not split.makes_memory(owner):", "if False:", HERE),
     Bug("a residual read later updated in place", "vllm/attention/norm_residuals.py",
         'all(user <= reader or split.calls_method(user, "size") for alias in aliases for user in alias.users)', "True", HERE),
     Bug("head norms of 1 + weight by their weight", "vllm/attention/rope_and_cache.py",

@@ -19,8 +19,6 @@ from vllm_rocm_ops.vllm.attention import split
 from vllm_rocm_ops.vllm.graph import compiled_ops
 
 ADD_NORM = "vllm_ir::fused_add_rms_norm"
-MAKERS = operator.add, operator.mul, operator.matmul, torch._C._nn.linear, torch.mm, torch.nn.functional.embedding
-"""Functions besides ops whose result is memory of its own."""
 
 
 def memory_of(node: fx.Node) -> fx.Node:
@@ -34,7 +32,7 @@ def is_last(node: fx.Node, reader: fx.Node) -> bool:
     """True if a node's memory is a result within the graph that nothing reads after `reader`."""
     owner = memory_of(node)
     is_part = owner.target is operator.getitem and bool(split.op_of(owner.args[0]))  # else a view of a tensor
-    if not is_part and not split.op_of(owner) and owner.target not in MAKERS:
+    if not is_part and not split.makes_memory(owner):
         return False
     aliases = [owner]
     for alias in aliases:

@@ -39,8 +39,7 @@ TORCH_OP = f"vllm_rocm_ops::{NAME}"
 """The ops at which vLLM splits a compiled model: vLLM's cache update, and the op that replaces it."""
 SPLITS = "split", "split_with_sizes", torch.functional.split
 VIEWS = "view", "reshape", "flatten", "unflatten"
-MAKERS = operator.add, operator.mul, torch._C._nn.linear, torch.addmm, torch.mm, torch._scaled_mm
-"""Methods whose result is a view, and functions besides ops whose result is memory of its own."""
+"""Methods whose result is a view."""
 PASSES = "fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "enable_qk_norm_rope_fusion"
 """vLLM's passes that match the rotation."""
 OF_LAYER = (
@@ -235,7 +234,7 @@ def is_own(node: fx.Node) -> bool:
                 return False
             node = parts.args[0]
         else:
-            return bool(split.op_of(node)) or (node.op == "call_function" and node.target in MAKERS)
+            return split.makes_memory(node)
     return False
 
 

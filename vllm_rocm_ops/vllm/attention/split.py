@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from vllm_rocm_ops.core import op
@@ -110,6 +112,16 @@ def op_of(node: fx.Node) -> str:
 
 MAY_ALIAS = "view", "reshape", "flatten", "unflatten", "to", "contiguous"
 """Methods whose result may be their tensor's memory."""
+MAKERS = (
+    *(operator.add, operator.mul, operator.matmul, torch._C._nn.linear, torch.addmm, torch.mm, torch._scaled_mm),
+    torch.nn.functional.embedding,
+)
+"""Functions besides ops whose result is memory of its own."""
+
+
+def makes_memory(node: fx.Node) -> bool:
+    """True if a node's result is memory of its own."""
+    return bool(op_of(node)) or (node.op == "call_function" and node.target in MAKERS)
 
 
 def calls_method(node: object, *names: str) -> bool:

@@ -19,6 +19,9 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import quantization
+from vllm_rocm_ops.core.quantization import BLOCKS, STATIC, TOKEN, UNQUANTIZED
+from vllm_rocm_ops.ops.shared import by_quantization
 from vllm_rocm_ops.vllm import compat
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
@@ -32,33 +35,17 @@ MX = kMxfp8Dynamic
 GROUP = 128
 DTYPES = (torch.bfloat16, torch.float16)
 QUANT_DTYPE = current_platform.fp8_dtype()
-NORMS = {
-    None: ("rms_norm", "fused_add_rms_norm"),
-    kFp8StaticTensorSym: ("rms_norm_static_fp8_quant", "fused_add_rms_norm_static_fp8_quant"),
-    kFp8DynamicTokenSym: ("rms_norm_dynamic_per_token_quant",),
-    kFp8Dynamic128Sym: ("rms_norm_per_block_quant",),
-    MX: ("rms_norm_mxfp8_quant",),
-}
-ACTIVATIONS = {
-    None: ("silu_and_mul",),
-    kFp8StaticTensorSym: ("silu_and_mul_quant",),
-    kFp8DynamicTokenSym: ("silu_and_mul_per_token_quant",),
-    kFp8Dynamic128Sym: ("silu_and_mul_per_block_quant",),
-    MX: ("silu_and_mul_mxfp8_quant",),
-}
-GATES = {
-    kFp8StaticTensorSym: ("sigmoid_and_mul_quant",),
-    kFp8DynamicTokenSym: ("sigmoid_and_mul_per_token_quant",),
-    kFp8Dynamic128Sym: ("sigmoid_and_mul_per_block_quant",),
-    MX: ("sigmoid_and_mul_mxfp8_quant",),
-}
-EXPERT_GATES = {
-    None: ("silu_and_mul_with_expert_gate",),
-    kFp8StaticTensorSym: ("silu_and_mul_with_expert_gate_quant",),
-    kFp8DynamicTokenSym: ("silu_and_mul_with_expert_gate_per_token_quant",),
-    kFp8Dynamic128Sym: ("silu_and_mul_with_expert_gate_per_block_quant",),
-}
-"""The ops, by the quantization of their result. A gate of attention alone stays the compiler's."""
+OF_KIND = {UNQUANTIZED: None, STATIC: KEYS[0], TOKEN: KEYS[1], BLOCKS: KEYS[2], quantization.MX: MX}
+NORMS, ACTIVATIONS, GATES, EXPERT_GATES = (
+    {OF_KIND[kind]: names for kind, names in table.items()}
+    for table in (
+        by_quantization.NORMS,
+        by_quantization.ACTIVATIONS,
+        by_quantization.GATES,
+        by_quantization.EXPERT_GATES,
+    )
+)
+"""The ops, by vLLM's key of their result's quantization."""
 
 
 def has_kernels(name: str) -> bool:
