@@ -326,6 +326,7 @@ TABLES = {
     "moe": {"ops", "experts"},
     "attention": {"ops", "prefill attention"},
     "decode-attention": {"ops", "decode attention"},
+    "gated-delta-net": {"ops"},
     "quality": {"quality"},
     "arithmetic": {"arithmetic"},
     "configurations": {"regret"},
