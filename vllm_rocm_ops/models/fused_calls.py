@@ -24,7 +24,8 @@ from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers
 from vllm_rocm_ops.models.arguments import PAGE
 from vllm_rocm_ops.models.layers import DELTA_NET, GATED_NORM, NORMS, Launch, LayerCall
-from vllm_rocm_ops.ops.shared.gated_delta_net import MAX_TOKEN_COLUMNS
+from vllm_rocm_ops.ops.shared import by_quantization
+from vllm_rocm_ops.ops.shared.gated_delta_net import may_project
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 
@@ -37,12 +38,15 @@ GATES = "in_proj_ba"
 SHARED_SUM, SHARED_ACTIVATION, SHARED_GATE = "sum with shared experts", "shared SwiGLU", "shared gate"
 PLAIN_ROUTING = 1, 1, "softmax", 1.0, False
 """`grouped_topk`'s parameters with which it routes as `topk_softmax`: groups, scores, scale, and whether there is a bias."""
-DYNAMIC_GATE = model_arguments.dynamic_expert_gate
 EXPERT_GATES = {
-    ops.silu_and_mul: (ops.silu_and_mul_with_expert_gate, model_arguments.expert_gate),
-    ops.silu_and_mul_quant: (ops.silu_and_mul_with_expert_gate_quant, model_arguments.static_expert_gate),
-    ops.silu_and_mul_per_token_quant: (ops.silu_and_mul_with_expert_gate_per_token_quant, DYNAMIC_GATE),
-    ops.silu_and_mul_per_block_quant: (ops.silu_and_mul_with_expert_gate_per_block_quant, DYNAMIC_GATE),
+    layers.ACTIVATIONS[kind][0]: gated
+    for kind, gated in layers.with_arguments(
+        by_quantization.EXPERT_GATES,
+        none=model_arguments.expert_gate,
+        static=model_arguments.static_expert_gate,
+        token=model_arguments.dynamic_expert_gate,
+        block=model_arguments.dynamic_expert_gate,
+    ).items()
 }
 """A shared expert's activation with its gate, in place of the activation alone."""
 KINDS = {STATIC: "static", BLOCKS: "groups"}
@@ -368,7 +372,7 @@ def _delta_nets(step: Step) -> Found:
             gates = step[place - 1]
             projects = gates.layer == GATES and getattr(gates, "op", None) is ops.unquantized_gemm
             columns = gates.parameters[1] if projects and len(gates.parameters) == 2 else 0
-            projects = 0 < columns <= MAX_TOKEN_COLUMNS and columns % 8 == 0
+            projects = may_project(columns)
             launches = *[gates] * projects, DELTA_NET, GATED_NORM, *[QUANTIZATION] * bool(kind)
             yield launches, (*launch.parameters, kind, columns * projects)
 

@@ -38,12 +38,12 @@ LINEARS = tuple(op for op in registered() if op.linear)
 """Ops of linear layers."""
 
 
-def _with_arguments(table: dict[str, tuple[str, ...]], **functions: Callable[..., tuple]) -> dict[str, tuple]:
+def with_arguments(table: dict[str, tuple[str, ...]], **functions: Callable[..., tuple]) -> dict[str, tuple]:
     """Return the ops of a table without a residual, each with the function that makes its arguments, by quantization."""
     return {kind: (getattr(ops, table[kind][0]), function) for kind, function in functions.items()}
 
 
-NORMS = _with_arguments(
+NORMS = with_arguments(
     by_quantization.NORMS,
     none=model_arguments.norm,
     static=model_arguments.static_norm,
@@ -54,7 +54,7 @@ NORMS = _with_arguments(
 """Norms without a residual, by the quantization of the linear that reads them; others quantize in a second launch."""
 RESIDUAL = {getattr(ops, one): getattr(ops, two) for one, two in (n for n in by_quantization.NORMS.values() if n[1:])}
 """Norms whose op with a residual is another one."""
-ACTIVATIONS = _with_arguments(
+ACTIVATIONS = with_arguments(
     by_quantization.ACTIVATIONS,
     none=model_arguments.activation,
     static=model_arguments.static_activation,
@@ -63,7 +63,7 @@ ACTIVATIONS = _with_arguments(
     mx=model_arguments.activation,
 )
 """Activations by the quantization of the linear that reads them."""
-GATES = _with_arguments(
+GATES = with_arguments(
     by_quantization.GATES,
     static=model_arguments.static_gate,
     token=model_arguments.dynamic_gate,

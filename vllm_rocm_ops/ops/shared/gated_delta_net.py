@@ -54,6 +54,11 @@ def gates_contract(a, dtype: torch.dtype, rows: int, gates: int) -> Iterator[tup
     yield "ba_weight", f"{dtype} {list(wanted)}", got, w is not None and is_tensor(w, dtype, *wanted)
 
 
+def may_project(columns: int) -> bool:
+    """True if a launch projects b and a from tokens of this many columns."""
+    return 0 < columns <= MAX_TOKEN_COLUMNS and columns % 8 == 0
+
+
 def gates_rules(a) -> Iterator[tuple[str, bool]]:
     """Yield what kernels demand of b and a, or of their projection."""
     if a.ba is not None:

@@ -217,9 +217,7 @@ def of_cpu(impl, layer: torch.nn.Module, kv_cache: Tensor) -> tuple[Tensor, Tens
 def cache_of(backend: Backend, impl, tokens: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return an empty cache for a number of tokens in a backend's order."""
     (heads, size), pages = (impl.num_kv_heads, impl.head_size), -(-tokens // PAGE)
-    if backend.caches is split_rocm_cache:
-        return torch.empty(pages, 2, PAGE, heads * size, dtype=dtype, device=device)
-    if backend.caches is packed_or_shuffled and is_shuffled():
+    if backend.caches is split_rocm_cache or (backend.caches is packed_or_shuffled and is_shuffled()):
         return torch.empty(pages, 2, PAGE, heads * size, dtype=dtype, device=device)
     if not backend.on_gpu:
         return torch.empty(pages, heads, PAGE, 2 * size, dtype=dtype, device=device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.tensors import aligned
 from vllm_rocm_ops.ops.gated_delta_net_decode import SIZE
-from vllm_rocm_ops.ops.shared.gated_delta_net import MAX_TOKEN_COLUMNS
+from vllm_rocm_ops.ops.shared import gated_delta_net as reference
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import decoder, mla_v_up
 
@@ -246,8 +246,7 @@ def may_project(layer: torch.nn.Module) -> bool:
     if not is_plain or linear.bias is not None or weight.dim() != 2 or weight.dtype != torch.bfloat16:
         return False
     rows, columns = weight.shape
-    fits = columns % 8 == 0 and columns <= MAX_TOKEN_COLUMNS and aligned(weight)
-    return fits and rows == 2 * layer.num_v_heads // layer.tp_size
+    return reference.may_project(columns) and aligned(weight) and rows == 2 * layer.num_v_heads // layer.tp_size
 
 
 def output_kind(layer: torch.nn.Module) -> tuple[str, object]:

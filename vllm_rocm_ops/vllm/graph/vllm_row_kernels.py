@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.ops.shared import rowwise
+from vllm_rocm_ops.core.quantization import BLOCKS, MX, STATIC, TOKEN, UNQUANTIZED
+from vllm_rocm_ops.ops.shared import by_quantization, rowwise
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
 COMPILED: dict[str, Callable] = {
@@ -133,49 +134,27 @@ def _fallbacks(make: Callable, quantizations: dict[str, Callable]) -> dict[str, 
     return {name: functools.partial(run, name, quantize) for name, quantize in quantizations.items()}
 
 
+_QUANTIZE: dict[str, Callable] = {
+    UNQUANTIZED: lambda y, a: y,
+    STATIC: _static,
+    TOKEN: _per_token,
+    BLOCKS: lambda y, a: _per_block(y, a.group_size, a.is_scale_transposed),
+    MX: lambda y, a: _mx(y),
+}
 NORMS = _fallbacks(
     _norm,
     {
-        **dict.fromkeys(("rms_norm", "fused_add_rms_norm"), lambda y, a: y),
-        **dict.fromkeys(("rms_norm_static_fp8_quant", "fused_add_rms_norm_static_fp8_quant"), _static),
-        "rms_norm_dynamic_per_token_quant": _per_token,
-        "rms_norm_per_block_quant": lambda y, a: _per_block(y, a.group_size, a.is_scale_transposed),
+        **{name: _QUANTIZE[kind] for kind, names in by_quantization.NORMS.items() for name in names},
         "rms_norm_and_per_block_quant": lambda y, a: (y, *_per_block(y, BLOCK, False)),
-        "rms_norm_mxfp8_quant": lambda y, a: _mx(y),
     },
 )
-ACTIVATIONS = (
-    _fallbacks(
-        _activation,
-        {
-            "silu_and_mul": lambda y, a: y,
-            "silu_and_mul_quant": _static,
-            "silu_and_mul_per_token_quant": _per_token,
-            "silu_and_mul_per_block_quant": lambda y, a: _per_block(y, a.group_size, a.is_scale_transposed),
-            "silu_and_mul_mxfp8_quant": lambda y, a: _mx(y),
-        },
-    )
-    | _fallbacks(
-        _gated,
-        {
-            "sigmoid_and_mul_quant": _static,
-            "sigmoid_and_mul_per_token_quant": _per_token,
-            "sigmoid_and_mul_per_block_quant": lambda y, a: _per_block(y, a.group_size, a.is_scale_transposed),
-            "sigmoid_and_mul_mxfp8_quant": lambda y, a: _mx(y),
-        },
-    )
-    | _fallbacks(
-        _expert_gated,
-        {
-            "silu_and_mul_with_expert_gate": lambda y, a: y,
-            "silu_and_mul_with_expert_gate_quant": _static,
-            "silu_and_mul_with_expert_gate_per_token_quant": _per_token,
-            "silu_and_mul_with_expert_gate_per_block_quant": lambda y, a: _per_block(
-                y, a.group_size, a.is_scale_transposed
-            ),
-        },
-    )
-)
+ACTIVATIONS = {}
+for make, table in (
+    (_activation, by_quantization.ACTIVATIONS),
+    (_gated, by_quantization.GATES),
+    (_expert_gated, by_quantization.EXPERT_GATES),
+):
+    ACTIVATIONS |= _fallbacks(make, {name: _QUANTIZE[kind] for kind, (name,) in table.items()})
 """By op, with the op's arguments. Scales per block have no bound: no seam passes one."""
 
 
