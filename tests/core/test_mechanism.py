@@ -26,7 +26,9 @@ from vllm_rocm_ops.core.explanation import EXPLAINED_CONFIGS
 from vllm_rocm_ops.core.kernel_arguments import Parameters, packer
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.stats import fallbacks, reset_stats, stats, warned
+from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.guards import compile_cache
+from vllm_rocm_ops.vllm.linear import base as linear_base
 
 DEVICE = "cuda" if torch.cuda.is_available() and archs.of_device(0) is not None else "cpu"
 FP8 = archs.of_device(0).fp8_dtype if DEVICE == "cuda" else torch.float8_e4m3fn
@@ -681,6 +683,8 @@ def test_running_a_configuration_wins_over_rows_and_default(tables):
 
 def test_a_stamp_that_cannot_be_read_is_in_the_fingerprint(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "CODE", tmp_path)
+    monkeypatch.setattr(linear_base, "shuffled", set())
+    monkeypatch.setattr(compiled_ops, "choices", compiled_ops.CompileChoices())
     (tmp_path / "gfx942").mkdir()
     for module in ("rms_norm", "silu_and_mul"):
         (tmp_path / "gfx942" / f"{module}.json").write_text("{}")
