@@ -17,7 +17,7 @@ die() { printf '%s\n' "$*" >&2; exit 2; }
 
 suite=${1:-}
 case $suite in
-  bookworm | trixie | forky) mirror=http://deb.debian.org/debian script=$suite components=main checked=() ;;
+  bookworm | trixie | forky) mirror=http://deb.debian.org/debian script=sid components=main checked=() ;;
   # On a machine without Ubuntu's keys the mirror is known by its certificate. In the system apt has them.
   jammy | noble | resolute)
     mirror=https://archive.ubuntu.com/ubuntu script=gutsy components=main,universe checked=(--no-check-gpg)
