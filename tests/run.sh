@@ -6,7 +6,7 @@ set -euo pipefail
 full=
 if [ "${1-}" = --full ]; then full=1; shift; fi
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-[ -z "$full" ] || env -u VLLM_ROCM_OPS_ARCHS "$python" csrc/build.py >/dev/null  # sm_90, too
+[ -z "$full" ] || "$python" csrc/build.py --arch sm_90 >/dev/null
 # A worker per core, up to 8, and one more, as starting engines wait. The tests of a file stay together, as they share slow fixtures, and
 # files start in conftest.py's order. vLLM gets one thread per process, as more would wait for each other on busy cores.
 workers=$(nproc)

@@ -62,7 +62,8 @@ def test_a_new_arch_is_one_file(tmp_path):
         return subprocess.run(command, env=environment, cwd=path, check=True, capture_output=True, text=True).stdout
 
     found, names = json.loads(run(PLANNED, tmp_path)), sorted([*archs.ARCHS, "gfx943"])
-    assert found["known"] == found["envs"] == run(BUILT, tmp_path / "csrc").split() == names
+    assert found["known"] == run(BUILT, tmp_path / "csrc").split() == names
+    assert found["envs"] == [name for name in names if name.startswith("gfx")]
     assert found["product"] == "gfx943"
     assert len(found["new"]) > 1000 and sum("Config" in plan for plan in found["new"].values()) > 1000
     assert found["new"] == found["old"]

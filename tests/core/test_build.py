@@ -14,7 +14,7 @@ import torch
 from load_build import load_build
 from marks import full
 
-from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.core import envs, launch
 from vllm_rocm_ops.core.archs import ARCHS
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.tools import doctor
@@ -45,9 +45,10 @@ def make_tree(root: Path):
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    """Return the build module of a new tree that uses ziglang, whatever compilers this machine has."""
-    for name in ("VLLM_ROCM_OPS_CLANG", "VLLM_ROCM_OPS_DEBUG", "VLLM_ROCM_OPS_ARCHS", "ROCM_PATH"):
+    """Return the build module of a new tree that uses ziglang, whatever compilers this machine has, and builds for all archs."""
+    for name in ("VLLM_ROCM_OPS_CLANG", "VLLM_ROCM_OPS_DEBUG", "ROCM_PATH"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_ROCM_OPS_ARCHS", ",".join(IN_TREE))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     module = make_tree(tmp_path / "tree")
     monkeypatch.setattr(module, "ROCM", str(tmp_path / "absent"))
@@ -192,6 +193,14 @@ def test_the_same_source_gives_the_same_bytes_anywhere(build, tmp_path):
     for mine, theirs in zip(build.build(), other.build(), strict=True):
         assert mine.read_bytes() == theirs.read_bytes()
         assert mine.with_suffix(".json").read_text() == theirs.with_suffix(".json").read_text()
+
+
+def test_by_default_archs_of_amd_are_built(build, monkeypatch):
+    """Users of AMD's GPUs need no others, and theirs take a third of the time."""
+    monkeypatch.delenv("VLLM_ROCM_OPS_ARCHS")
+    default = envs.VARIABLES["VLLM_ROCM_OPS_ARCHS"].default
+    assert ",".join(build.wanted_archs()) == ",".join(filter(build.is_amd, build.ARCHS)) == default
+    assert build.wanted_archs() == [name for name, arch in ARCHS.items() if arch.vendor == "amd"]
 
 
 def test_builds_every_file_for_every_arch_with_a_stamp(build):

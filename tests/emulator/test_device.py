@@ -469,8 +469,12 @@ def test_runs_what_a_launch_packs(device, monkeypatch):
 def test_an_emulator_keeps_no_kernel_that_the_process_lets_go(device):
     """Bound kernels take megabytes each: the kernels of 10,000 random calls took 16 GB."""
     device.run("copy", arange(64))
-    kernel = weakref.ref(device.emulator.program(device.path, "copy"))
-    device_module._program.cache_clear()
+    program = device.emulator.program(device.path, "copy")
+    kernel, bound = weakref.ref(program), program.bound
+    assert any(bound)
+    del program
+    device_module.forget_programs()
+    assert not any(bound)  # without a garbage collection
     gc.collect()
     assert kernel() is None
 

@@ -8,7 +8,7 @@ kernel accepts reaches the rules that it breaks.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,9 +65,19 @@ def looks(x: torch.Tensor) -> Iterator[Hashable]:
         yield "equal", bool((finite == finite[0]).all())
 
 
-def runs_of(the_op: Op, case: Case, arch: Arch) -> list[Run]:
-    """Return a case in each configuration."""
-    a = the_op.Arguments(*case.make("cpu", generator_of(case.name), arch.fp8_dtype))
+class Made(NamedTuple):
+    """A case's arguments and outputs, and the features of the arguments."""
+
+    a: tuple
+    outputs: object
+    given: frozenset[Hashable]
+    special: frozenset[Hashable]
+    megabytes: float
+
+
+def made(the_op: Op, case: Case, fp8_dtype: torch.dtype) -> Made:
+    """Return a case with inputs in an FP8 dtype."""
+    a = the_op.Arguments(*case.make("cpu", generator_of(case.name), fp8_dtype))
     outputs = the_op.allocate(a)
     tensors = {name: value for name, value in a._asdict().items() if isinstance(value, torch.Tensor)}
     given = {(the_op.name, name, kind_of(value)) for name, value in a._asdict().items()}
@@ -75,15 +85,29 @@ def runs_of(the_op: Op, case: Case, arch: Arch) -> list[Run]:
     given |= {(the_op.name, name, tensors[name].dtype, look) for name, look in seen}
     special = {(name, look) for name, look in seen if look[0] == "special"}
     megabytes = sum(x.nbytes for x in (*tensors.values(), *as_tuple(outputs))) / 1e6
-    runs = []
-    for config in the_op.configs(a, arch):
-        reached, waves = {(the_op.name, type(config)), *given}, 0
-        for launched in the_op.plan(config, outputs, a, arch):
-            reached |= {launched.symbol, (launched.symbol, launched.grid[1] > 1)}
-            reached |= {(the_op.name, type(config), name, kind_of(v)) for name, v in launched.named.items()}
-            reached |= {(launched.symbol, name) for name, v in launched.named.items() if v is None}
-            reached |= {(launched.symbol, *look) for look in special}
-            waves += torch.Size((*launched.grid, *launched.block)).numel() // 64
-        runs.append(Run(config, frozenset(reached), 0.1 + 0.006 * waves + 0.2 * megabytes))
-    broken = frozenset((the_op.name, rule) for rule, holds in the_op.can_implement(a, arch) if not holds)
-    return runs or [Run(None, broken | {(the_op.name, None)}, 0.1 + 0.2 * megabytes)]
+    return Made(a, outputs, frozenset(given), frozenset(special), megabytes)
+
+
+def has_fp8(a: tuple) -> bool:
+    """True if an argument is of FP8, which differs among archs."""
+    return any("float8" in str(getattr(value, "dtype", value)) for value in a if not isinstance(value, str))
+
+
+def runs_of(the_op: Op, case: Case, archs: Sequence[Arch]) -> Iterator[list[Run]]:
+    """Yield a case in each configuration, for each arch."""
+    of = None
+    for arch in archs:
+        if of is None or has_fp8(of.a):
+            of = made(the_op, case, arch.fp8_dtype)
+        runs = []
+        for config in the_op.configs(of.a, arch):
+            reached, waves = {(the_op.name, type(config)), *of.given}, 0
+            for launched in the_op.plan(config, of.outputs, of.a, arch):
+                reached |= {launched.symbol, (launched.symbol, launched.grid[1] > 1)}
+                reached |= {(the_op.name, type(config), name, kind_of(v)) for name, v in launched.named.items()}
+                reached |= {(launched.symbol, name) for name, v in launched.named.items() if v is None}
+                reached |= {(launched.symbol, *look) for look in of.special}
+                waves += torch.Size((*launched.grid, *launched.block)).numel() // 64
+            runs.append(Run(config, frozenset(reached), 0.1 + 0.006 * waves + 0.2 * of.megabytes))
+        broken = frozenset((the_op.name, rule) for rule, holds in the_op.can_implement(of.a, arch) if not holds)
+        yield runs or [Run(None, broken | {(the_op.name, None)}, 0.1 + 0.2 * of.megabytes)]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_features import runs_of
-from marks import FULL, cover, full
+from marks import FULL, cover
 from sources import file_of_tests
 
 from vllm_rocm_ops.core import archs, launch, op
@@ -61,11 +61,8 @@ def chosen() -> dict[tuple[str, str, str], list]:
     for the_op in OPS:
         for place, case in enumerate(the_op.cases()):
             chips = [*executors()][:: -1 if place % 2 else 1]  # of two with equal features the first is chosen
-            found += [
-                ((chip, the_op.name, case.name), run)
-                for chip in chips
-                for run in runs_of(the_op, case, archs.named(chip))
-            ]
+            of_chips = runs_of(the_op, case, list(map(archs.named, chips)))
+            found += [((chip, the_op.name, case.name), run) for chip, runs in zip(chips, of_chips) for run in runs]
     by_case = {}
     for place in sorted(cover([run.reached for _, run in found], [run.cost for _, run in found])):
         key, run = found[place]
@@ -81,8 +78,8 @@ def runs(of_file: Path):
         for the_op in of_ops:
             for case in the_op.cases():
                 configs = None if FULL or value == "cuda" else chosen().get((value, the_op.name, case.name), ())
-                marks = full if configs == () else ()
-                yield pytest.param(value, the_op, case, configs, id=f"{name}-{the_op.name}-{case.name}", marks=marks)
+                if configs != ():
+                    yield pytest.param(value, the_op, case, configs, id=f"{name}-{the_op.name}-{case.name}")
 
 
 def test_case(the_op, case, configs, executor):

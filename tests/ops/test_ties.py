@@ -80,7 +80,7 @@ def away_from_zero(whole_numbers: bool):
 
     def invalidate() -> None:
         if whole_numbers:  # programs hold v_rndne; conversions to floats look up the format
-            device._program.cache_clear()
+            device.forget_programs()
         for one in (formats.E4M3FN, formats.E5M2):
             one.__dict__.pop("_codes", None)
 

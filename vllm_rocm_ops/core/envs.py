@@ -59,7 +59,11 @@ VARIABLES = {
         Variable("VLLM_ROCM_OPS_HIP_LIBRARY", "", "path of the libamdhip64 to use instead of the one found"),
         Variable("VLLM_ROCM_OPS_COMMIT", "", "the commit that results name, if the folder is not a checkout"),
         Variable("VLLM_ROCM_OPS_CLANG", "", "build: the clang that compiles device code, in place of ziglang's"),
-        Variable("VLLM_ROCM_OPS_ARCHS", ",".join(archs.NAMES), "build: comma list of archs to compile for"),
+        Variable(
+            "VLLM_ROCM_OPS_ARCHS",
+            ",".join(n for n, of in archs.ARCHS.items() if of.vendor == "amd"),
+            "build: comma list of archs to compile for; sm_90 is NVIDIA's",
+        ),
         Variable("VLLM_ROCM_OPS_DEBUG", "", "build: 1 compiles device code with line tables and little optimization"),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -21,6 +22,8 @@ from .objects import CodeObject, KernelObject
 from .program import Program
 from .scheduler import Scheduler
 from .waves import LANES
+
+MAX_PROGRAMS = 32  # megabytes each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +172,20 @@ def _code_object(path: Path, mtime_ns: int, size: int) -> CodeObject:
     return CodeObject(path)
 
 
-@functools.lru_cache(maxsize=32)
+_programs: collections.OrderedDict[tuple, Program] = collections.OrderedDict()
+
+
 def _program(kind: type[Program], path: Path, mtime_ns: int, size: int, symbol: str) -> Program:
-    code = _code_object(path, mtime_ns, size)
-    return kind(code, symbol, code.arch)
+    key = kind, path, mtime_ns, size, symbol
+    if key not in _programs:
+        code = _code_object(path, mtime_ns, size)
+        _programs[key] = kind(code, symbol, code.arch)
+        forget_programs(MAX_PROGRAMS)
+    _programs.move_to_end(key)
+    return _programs[key]
+
+
+def forget_programs(kept: int = 0) -> None:
+    """Let all but the `kept` programs go that ran last."""
+    while len(_programs) > kept:
+        _programs.popitem(last=False)[1].unbind()

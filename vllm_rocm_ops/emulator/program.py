@@ -58,6 +58,10 @@ class Program:
         ignores_exec = ins.mnemonic.startswith(("v_mfma", "v_smfmac", "v_writelane"))
         return Bound(run, reads | writes, reads, writes, sanitizer.data_flow(ins, reads, writes), ignores_exec, fault)
 
+    def unbind(self) -> None:
+        """Let the functions go, which refer to the program: a garbage collection of them takes seconds."""
+        self.bound[:] = [None] * len(self.bound)
+
     def _raising(self, kind, ins, message: str) -> Callable:
         def run(w):
             raise w.scheduler.error(kind, ins, w, 0, None, message)
