@@ -320,6 +320,7 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
   DEVICE void run_as() {
     Group group(*this);
     if (unit_key(0) < end) group.run();
+    this->load_early_scale();
     const mem::Buffer to = Split::slot(wave::block_id_y());
     group.finish_packed_rows(to);
 #pragma unroll
@@ -342,6 +343,5 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
   DEVICE void run() {
     if (wave::index() < kGroupWaves) run_as<Scores>();
     else run_as<Sums>();
-    if (splits > 1 && p.counters) Split::combine_splits();
   }
 };
