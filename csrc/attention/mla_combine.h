@@ -37,9 +37,12 @@ struct MlaCombine : MlaSplit<T, kPackedRowTiles> {
     Sums sums[kWaves][wave::kLanes];
   };
 
-  int first_slot = 0;
+  int first_slot = 0, combine_blocks;
 
-  DEVICE explicit MlaCombine(const MlaProblem& problem) : Split(problem.decode) { this->load_early_scale(); }
+  DEVICE explicit MlaCombine(const MlaProblem& problem)
+      : Split(problem.decode), combine_blocks(problem.combine_blocks) {
+    this->load_early_scale();
+  }
 
   // The column of a slot's vector, and its place among the column's.
   DEVICE static int column(int vec) {
@@ -63,11 +66,12 @@ struct MlaCombine : MlaSplit<T, kPackedRowTiles> {
     this->store(c, place * 4, sums.total * this->finish_packed_row(c, sums.maximum, sums.sum, place == 0));
   }
   DEVICE void run(Buffer& buffer) const {
-    if (this->p.num_kv_splits <= kWaves)
+    constexpr int kVecs = Split::kPackedRows * kPackedRowVecs;
+    if (attention::kCombinesInWaves ? combine_blocks * Split::kThreads == kVecs : this->p.num_kv_splits <= kWaves)
       add_few((wave::block_id_y() * kWaves + wave::index()) * wave::kLanes + wave::lane());
     else add(buffer, wave::block_id_y());
   }
-  // With few splits, a wave adds all.
+  // With few splits, or where the waves fill the GPU, a wave adds all.
   DEVICE void add_few(int vec) const {
     if (column(vec) >= this->packed_rows()) return;
     Sums of_splits[kWaves];
@@ -75,6 +79,15 @@ struct MlaCombine : MlaSplit<T, kPackedRowTiles> {
     for (int split = 0; split < kWaves; ++split) of_splits[split] = load(split, vec);
 #pragma unroll
     for (int split = 1; split < kWaves; ++split) of_splits[0].add(of_splits[split]);
+    if constexpr (attention::kCombinesInWaves)
+#pragma unroll 1
+      for (int first = kWaves; first < splits; first += kWaves) {
+        Sums more[kWaves];
+#pragma unroll
+        for (int split = 0; split < kWaves; ++split) more[split] = load(first + split, vec);
+#pragma unroll
+        for (int split = 0; split < kWaves; ++split) of_splits[0].add(more[split]);
+      }
     finish(of_splits[0], vec);
   }
   // Combines the elements of lane group `lanes`.

@@ -26,6 +26,7 @@ WAVES = 8
 MIN_STEPS_IN_LDS = 4  # per split of two times 64 keys
 RAGGED_SHARE = 0.1  # extra time of the longest of unequal lengths over their mean
 PANEL = 64  # elements per row of an LDS panel, and keys
+COMBINE_BLOCKS = 2  # per compute unit, up to which the waves of a block share the splits of its elements
 EVEN_COMBINE_BLOCKS = 528  # that combine even splits: all resident on 132 units
 EVEN_KEYS = 128  # per iteration of even splits
 
@@ -171,8 +172,10 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
     packed_rows, is_counted = decode.PACKED_ROWS * tiles, _is_counted(config, tiles, arch)
     both = (a.kv_cache, a.kv_cache), (a.kv_scale, a.kv_scale)
     shared = decode.problem_arguments(config, a, a.q_nope, _layout(a), *both, outputs, packed_rows, counts=is_counted)
-    waves = WAVES if config.num_kv_splits <= WAVES else 1  # with their own elements in the combine of splits
-    combine_blocks = packed_rows * LATENT // 4 // (waves * arch.wave_lanes)
+    combine_blocks = packed_rows * LATENT // 4 // arch.wave_lanes
+    fill_gpu = arch.vendor == "amd" and blocks * combine_blocks > COMBINE_BLOCKS * arch.compute_units
+    if config.num_kv_splits <= WAVES or fill_gpu:
+        combine_blocks //= WAVES  # each wave has its own elements, of all splits
     if config.even:
         combine_blocks = min(combine_blocks, max(EVEN_COMBINE_BLOCKS // blocks, 1))
         shared |= {"partials": Workspace(4 * (blocks + config.num_kv_splits) * packed_rows * (LATENT + 2)), "slots": 1}

@@ -52,6 +52,7 @@ constexpr int stages(int packed_row_tiles) { return packed_row_tiles == 1 ? 3 : 
 // MLA: sums go through LDS to HBM, and a wave of the combining launch loads four splits' at once.
 constexpr bool kSumsInRegisters = false;
 constexpr int kCombinedAtOnce = 4;
+constexpr bool kCombinesInWaves = false;
 
 // Transposes 32 elements of two tiles' keys into two operands of the PV product, whose rows are elements.
 template <class T>
