@@ -179,7 +179,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem, kPackedRows> {
       }
     f32x4 out[kTiles][kDimTiles] = {};
     const float scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);
-    if constexpr (kD == 256) this->value_scale = this->load_value_scale();
+    this->load_early_scale();
 
     if (first_key(step) < end) {
       Keys keys;

@@ -12,87 +12,8 @@
 // keys are loaded as soon as an earlier step's have been multiplied, or converted, and no wait covers more than one
 // step.
 #pragma once
-#include "attention/split.h"
+#include "attention/mla_combine.h"
 #include "device/reduce.h"
-
-constexpr int kLatent = 512, kMlaWaves = 8;
-constexpr int kMlaFanIn = 8;  // COUNTED_SPLITS of ops/mla_decode.py
-
-template <class T, int kPackedRowTiles>
-using MlaSplit = DecodeSplit<DecodeOutput<T, kLatent, 16 * kPackedRowTiles, kMlaWaves, kMlaFanIn>, 32>;
-
-// Combines a request's splits after the launch that stored them: a lane has four elements, and each wave every eighth
-// split.
-template <class T, int kPackedRowTiles>
-struct MlaCombine : MlaSplit<T, kPackedRowTiles> {
-  using Split = MlaSplit<T, kPackedRowTiles>;
-  using Split::kPackedRowVecs, Split::kLowest, Split::kMaxima, Split::kSums, Split::kWaves, Split::splits;
-
-  // A column's elements, divided by exp2(maximum), and its weight sum, equally divided.
-  struct Sums {
-    f32x4 total;
-    float maximum, sum;
-    DEVICE void add(const Sums& other) {
-      const float largest = __builtin_fmaxf(maximum, other.maximum);
-      const float factor = numerics::exp2_approx(maximum - largest);
-      const float of_other = numerics::exp2_approx(other.maximum - largest);
-      total = total * factor + other.total * of_other;
-      sum = sum * factor + other.sum * of_other;
-      maximum = largest;
-    }
-  };
-  struct Buffer {
-    Sums sums[kWaves][wave::kLanes];
-  };
-
-  int first_slot = 0;
-
-  DEVICE explicit MlaCombine(const MlaProblem& problem) : Split(problem.decode) {}
-
-  // Loads one split's sums; empty past the last split.
-  DEVICE Sums load(int split, int vec) const {
-    const mem::Buffer from = this->slot(first_slot + split);
-    const int c = vec / kPackedRowVecs;
-    const bool is_split = split < splits;
-    const float maximum = mem::load_device_or_zero<float>(from, kMaxima + c * 4, 0, is_split);
-    return {mem::load_device_or_zero<f32x4>(from, vec * 16, 0, is_split), is_split ? maximum : kLowest,
-            mem::load_device_or_zero<float>(from, kSums + c * 4, 0, is_split)};
-  }
-  DEVICE void finish(const Sums& sums, int vec) const {
-    const int c = vec / kPackedRowVecs, of_packed_row = vec % kPackedRowVecs;
-    this->store(c, of_packed_row * 4,
-                sums.total * this->finish_packed_row(c, sums.maximum, sums.sum, of_packed_row == 0));
-  }
-  DEVICE void run(Buffer& buffer) const {
-    if (this->p.num_kv_splits <= kWaves)
-      add_few((wave::block_id_y() * kWaves + wave::index()) * wave::kLanes + wave::lane());
-    else add(buffer, wave::block_id_y());
-  }
-  // With few splits, a wave adds all.
-  DEVICE void add_few(int vec) const {
-    if (vec / kPackedRowVecs >= this->packed_rows()) return;
-    Sums of_splits[kWaves];
-#pragma unroll
-    for (int split = 0; split < kWaves; ++split) of_splits[split] = load(split, vec);
-#pragma unroll
-    for (int split = 1; split < kWaves; ++split) of_splits[0].add(of_splits[split]);
-    finish(of_splits[0], vec);
-  }
-  // Combines the elements of lane group `lanes`.
-  DEVICE void add(Buffer& buffer, int lanes) const {
-    const int vec = lanes * wave::kLanes + wave::lane(), c = vec / kPackedRowVecs;
-    if (c >= this->packed_rows()) return;  // uniform over the wave
-    Sums sums = {{}, kLowest, 0.0f};
-#pragma unroll 4
-    for (int split = wave::index(); split < splits; split += kWaves) sums.add(load(split, vec));
-    buffer.sums[wave::index()][wave::lane()] = sums;
-    block_barrier();  // hazard: the waves' sums are read before they are written
-    if (wave::index() > 0) return;
-#pragma unroll
-    for (int w = 1; w < kWaves; ++w) sums.add(buffer.sums[w][wave::lane()]);
-    finish(sums, vec);
-  }
-};
 
 template <class T, class Cache, int kPackedRowTiles>
 struct MlaDecode : MlaSplit<T, kPackedRowTiles> {
@@ -114,6 +35,7 @@ struct MlaDecode : MlaSplit<T, kPackedRowTiles> {
   // Sixteen threads reduce a column, kAtOnce columns at a time.
   static constexpr int kAtOnce = kThreads / 16 < kPackedRows ? kThreads / 16 : kPackedRows;
   static constexpr int kOwned = kPackedRows / kAtOnce;  // columns that a thread reduces
+  static constexpr int kCounted = 4;                    // the most splits that a block combines from registers
 
   struct Keys {
     u32x4 latent[2][kLoads][mma::kLoads];
@@ -345,6 +267,7 @@ struct MlaDecode : MlaSplit<T, kPackedRowTiles> {
     static_assert(sizeof(Sums) <= sizeof(Scores::score));  // p, which waves may still read, follows them
     const mem::Buffer to = Split::slot(wave::block_id_y());
     const bool is_whole = splits == 1;
+    this->load_early_scale();
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
       const float total = wave::reduce_group<16>(sum[i], 0.0f, Add{});
@@ -353,6 +276,10 @@ struct MlaDecode : MlaSplit<T, kPackedRowTiles> {
       if (is_whole) buffer.sums.factor[c] = finish_packed_row(c, maximum[i], total, true);
       else Split::store_sums(to, c, maximum[i], total);
     }
+    if constexpr (attention::kSumsInRegisters) finish_in_registers(to, is_whole);
+    else finish_in_lds(to, is_whole);
+  }
+  DEVICE void finish_in_lds(mem::Buffer to, bool is_whole) {
     constexpr int kRoundVecs = kWaves * 8;  // per column: 32 elements from each wave
 #pragma unroll
     for (int tile = 0; tile < kPackedRowTiles; ++tile)
@@ -385,5 +312,93 @@ struct MlaDecode : MlaSplit<T, kPackedRowTiles> {
         }
       }
     if (!is_whole && p.counters) Split::combine_splits();
+  }
+
+  DEVICE void finish_in_registers(mem::Buffer to, bool is_whole) {
+    int own = lane;
+    attention::use_below(own);  // as in reduce_scores
+    if (is_whole) {
+      block_barrier();  // hazard: factors are read before they are written
+#pragma unroll
+      for (int t = 0; t < kPackedRowTiles; ++t) store_results(own, t, buffer.sums.factor[column_of(own, t)]);
+      return;
+    }
+#pragma unroll
+    for (int t = 0; t < kPackedRowTiles; ++t)
+#pragma unroll
+      for (int d = 0; d < 2 * kProducts; ++d)
+        if (column_of(own, t) < packed_rows()) mem::store_device(to, place_of_sums(own, t, d), 0, out[t][d]);
+    if (p.counters && is_last_block(p.counters + Split::block, splits)) add_splits(own);
+  }
+  // A lane's column in a tile, and the first of its eight consecutive elements of a product, four in each half.
+  DEVICE static int column_of(int of_lane, int tile) { return tile * 16 + mma::value_token(of_lane, 0); }
+  DEVICE static int first_of(int of_lane, int product) {
+    return wave::index() * kWaveDims + first_element(product, attention::quarter(mma::value_row(of_lane, 0)));
+  }
+  // The bytes from a slot to a lane's sums `d` of a tile.
+  DEVICE static int place_of_sums(int of_lane, int tile, int d) {
+    const int of_packed_row = first_of(of_lane, d / 2) / 4 + d % 2;
+    return ((tile * Split::kPackedRowVecs + of_packed_row) * 16 + mma::value_token(of_lane, 0)) * 16;
+  }
+  // Stores a tile's sums times a factor as results.
+  DEVICE void store_results(int of_lane, int tile, float factor) const {
+    if (column_of(of_lane, tile) >= packed_rows()) return;
+    const auto c = this->packed_row(column_of(of_lane, tile));
+    const i64 row = i64(request) * p.query_len + c.row;
+    u16* const to = (u16*)p.out + row * p.out_stride + c.head * p.out_head_stride;
+#pragma unroll
+    for (int i = 0; i < kProducts; ++i) {
+      const f32x4 low = out[tile][2 * i] * factor, high = out[tile][2 * i + 1] * factor;
+      mem::store(to + first_of(of_lane, i),
+                 u32x4{T::pack(low.lo), T::pack(low.hi), T::pack(high.lo), T::pack(high.hi)});
+    }
+  }
+  // Adds the other splits' sums to this block's, which are still in registers, in split order, and stores the results.
+  DEVICE void add_splits(int of_lane) {
+    constexpr int kVecs = 2 * kProducts, kAhead = 2, kSlotBytes = Split::kSplitFloats * 4;
+    const mem::Buffer from = Split::slot(0);
+    const int own = wave::block_id_y();
+#pragma unroll
+    for (int t = 0; t < kPackedRowTiles; ++t) {
+      const int c = column_of(of_lane, t);
+      const int added_splits = c < packed_rows() ? splits : 0;
+      float factor[kCounted], sums[kCounted], largest = kLowest, total = 0.0f;
+      f32x4 vecs[kVecs][kCounted];
+      const auto load_vecs = [&](int d) {
+#pragma unroll
+        for (int i = 0; i < kCounted; ++i)
+          vecs[d][i] = mem::load_device_or_zero<f32x4>(from, place_of_sums(of_lane, t, d), i * kSlotBytes,
+                                                       i < added_splits && i != own);
+      };
+#pragma unroll
+      for (int i = 0; i < kCounted; ++i) {
+        factor[i] = mem::load_device_or_zero<float>(from, Split::kMaxima + c * 4, i * kSlotBytes, i < added_splits);
+        sums[i] = mem::load_device_or_zero<float>(from, Split::kSums + c * 4, i * kSlotBytes, i < added_splits);
+      }
+#pragma unroll
+      for (int d = 0; d < kAhead; ++d) load_vecs(d);
+      attention::issue_now();
+#pragma unroll
+      for (int i = 0; i < kCounted; ++i) {
+        if (i >= splits) factor[i] = kLowest;
+        largest = __builtin_fmaxf(largest, factor[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kCounted; ++i) {
+        factor[i] = numerics::exp2_approx(factor[i] - largest);
+        total += sums[i] * factor[i];
+      }
+#pragma unroll
+      for (int d = 0; d < kVecs; ++d) {
+        if (d + kAhead < kVecs) load_vecs(d + kAhead);
+        attention::issue_now();
+        f32x4 added = {};
+#pragma unroll
+        for (int i = 0; i < kCounted; ++i) added += (i == own ? out[t][d] : vecs[d][i]) * factor[i];
+        out[t][d] = added;
+        attention::compute_now(out[t][d]);
+      }
+      store_results(of_lane, t, finish_packed_row(c, largest, total, wave::index() == 0 && of_lane < 16));
+    }
   }
 };

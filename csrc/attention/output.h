@@ -8,7 +8,7 @@
 #include "device/float8.h"
 #include "device/reduce.h"
 
-// The scale of values, if it is loaded with the first keys instead of after the last.
+// The scale of values, if it is loaded early, for example with the first keys, instead of after the last.
 template <bool kIsEarly>
 struct EarlyScale {};
 template <>
@@ -20,8 +20,9 @@ struct EarlyScale<true> {
 // With kRounds, values are rounded to T before quantization, bit-identical to quantizing a result in T.
 template <class T, int kD, int kPackedRows_ = 16, int kWaves_ = 4, int kFanIn_ = 16, int kAddedVecs = 2,
           bool kAddsAtOnce_ = false, bool kRounds = false, class Problem_ = DecodeProblem>
-struct DecodeOutput : EarlyScale<kD == 256> {
+struct DecodeOutput : EarlyScale<kD == 256 || (kD == 512 && attention::kSumsInRegisters)> {
   using Problem = Problem_;
+  static constexpr bool kScalesEarly = kD == 256 || (kD == 512 && attention::kSumsInRegisters);
   static constexpr bool kAddsAtOnce = kAddsAtOnce_, kGrouped = __is_same(Problem, GroupedProblem);
   static_assert(!kGrouped || (kAddsAtOnce && kRounds && kD == 128));
   static constexpr int kPackedRows = kPackedRows_, kWaves = kWaves_, kThreads = kWaves * wave::kLanes;
@@ -199,6 +200,9 @@ struct DecodeOutput : EarlyScale<kD == 256> {
   }
 
   DEVICE float load_value_scale() const { return p.value_cache.scale ? mem::load<float>(p.value_cache.scale) : 1.0f; }
+  DEVICE void load_early_scale() {
+    if constexpr (kScalesEarly) this->value_scale = load_value_scale();
+  }
   // Returns the factor for a column's sums, given its maximum and its weight sum, divided by exp2(maximum). With
   // `stores`, also stores the log-sum-exp.
   DEVICE float finish_packed_row(int c, float maximum, float sum, bool stores) const {
@@ -215,7 +219,7 @@ struct DecodeOutput : EarlyScale<kD == 256> {
       mem::store(p.lse + (i64(request) * p.query_len + of.row) * p.query_heads + of.head,
                  sum != 0.0f ? (maximum + numerics::log2_approx(sum)) * 0.6931471805599453f : -__builtin_inff());
     float value_scale;
-    if constexpr (kD == 256) value_scale = this->value_scale;
+    if constexpr (kScalesEarly) value_scale = this->value_scale;
     else value_scale = load_value_scale();
     return sum != 0.0f ? before * (value_scale / sum) : 0.0f;
   }

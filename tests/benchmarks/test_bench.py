@@ -405,7 +405,7 @@ TOKENS = (1, 8, 16, 32, 64, 128)
         *(("rows", TOKENS[:4], len(shapes.ROW_OPS) * 2 * 4), ("linear", TOKENS, 6 * 28), ("routing", TOKENS, 6)),
         *(("gates", TOKENS, 6 * 5), ("expert-gates", TOKENS, 4 * 3 * 6)),
         *(("moe", TOKENS, 6 * 14), ("attention", None, 24), ("gemm-dtypes", None, 96)),
-        ("decode-attention", None, 2 * 52 + 4 * 3 + 16),
+        ("decode-attention", None, 2 * (52 + 12) + 4 * 3 + 16),
         ("gated-delta-net", TOKENS, 3 * 6),
     ],
 )
@@ -446,15 +446,15 @@ def test_a_gated_delta_net_step_is_checked_and_counts_the_states_of_its_requests
 
 def test_decode_attention_is_checked_by_its_first_and_last_request(emulated):
     lens = [3, 40, 17]
-    for heads in ((4, 2, 64), (3,)):
+    for heads, rows in (((4, 2, 64), 1), ((3,), 1), ((4, 2, 64), 3), ((3,), 2)):
         op = ops.mla_decode if len(heads) == 1 else ops.paged_attention_decode
-        make = functools.partial(decode_attention._make, heads, lens, torch.bfloat16)
+        make = functools.partial(decode_attention._make, heads, lens, torch.bfloat16, query_len=rows)
         shape = decode_attention.Decode(op, Case("tiny", make), {"batch": 3}, keys=sum(lens))
         [[line]] = bench.run([shape], emulated, once=True)
         assert line.details["relative_error"] < 0.01
         of_key = 576 * 2 if len(heads) == 1 else 2 * 2 * 64 * 2
         given = shape.arguments("cpu", torch.float8_e4m3fn)
-        assert 60 * of_key < shape.bytes_moved([given]) < 60 * of_key + 3 * 4 * 1088 * 2
+        assert 60 * of_key < shape.bytes_moved([given]) < 60 * of_key + rows * 3 * 4 * 1088 * 2
         with launch.executor(Nothing(emulated.arch)):
             [[line]] = bench.run([shape], emulated, once=True)
         assert not line.details["relative_error"] < 0.5

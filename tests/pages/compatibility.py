@@ -344,11 +344,12 @@ def reach_table() -> str:
 
 
 DECLARED = {
-    # builder's declaration for 3 drafts -> rows per request that vLLM takes for decode rows, and those that the plugin serves
-    "any": ("any number", "1 to 8, where all requests have the same number"),
-    "4": ("up to 1 + drafts", "1 to 8, where all requests have the same number"),
-    "SINGLE_ONLY": ("1; requests with drafts are prefills", "1"),
-    "UNIFORM": ("1 + drafts, where all requests have the same number", "1 to 8"),
+    # builder's declaration for 3 drafts -> rows per request that vLLM takes for decode rows, those that the plugin serves, and those that
+    # full graphs hold
+    "any": ("any number", "1 to 8, where all requests have the same number", "1 + drafts"),
+    "4": ("up to 1 + drafts", "1 to 8, where all requests have the same number", "1 + drafts"),
+    "SINGLE_ONLY": ("1; requests with drafts are prefills", "1", "none: with drafts vLLM's graphs are piecewise"),
+    "UNIFORM": ("1 + drafts, where all requests have the same number", "1 to 8", "1 + drafts"),
 }
 """selection.py's answers for decode rows -> cells."""
 
@@ -363,7 +364,9 @@ def drafts_table() -> str:
         for declared, of_releases in grouped(with_aiter, with_aiter.get).items():
             span = " to ".join(dict.fromkeys((of_releases[0], of_releases[-1])))
             rows.append((f"`{what.partition(', ')[2]}`", span, *DECLARED[declared]))
-    return markdown(("attention backend", "vLLM", "decode rows per request", "the plugin serves"), merged(rows))
+    return markdown(
+        ("attention backend", "vLLM", "decode rows per request", "the plugin serves", "in full graphs"), merged(rows)
+    )
 
 
 TABLES = {

@@ -276,6 +276,13 @@ def test_blocks_that_share_nothing_are_spread():
     assert predict.sampled(40, 64, 10) == list(range(40))
 
 
+def test_all_splits_of_a_request_are_recorded():
+    """The last block combines them, so that a sample without one of them takes less time."""
+    found = predict.of_columns((100, 8, 1), 64)
+    assert len(found) == 64 and len({block % 100 for block in found}) == 8
+    assert all({block % 100 + split * 100 for split in range(8)} <= set(found) for block in found)
+
+
 def test_a_split_product_adds_up_what_others_left_whatever_the_number_of_slices():
     """With six slices, no 16 neighbors have all of a tile's."""
     arguments = ops.block_scaled_mm.linear(

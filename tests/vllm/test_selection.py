@@ -11,6 +11,7 @@ import importlib.util
 import io
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -285,3 +286,28 @@ def test_attention_backends_hold_vllms(selected, release, arch, aiter):
     for what in [what for what in without if "attention" in what]:
         assert with_plugin[what] == f"RocmOps{without[what]} holds {without[what]}"
     assert with_plugin["fp8 dtype"] == without["fp8 dtype"]
+
+
+GRAPHS = {
+    "rocm_attn": "ALWAYS",
+    "rocm_aiter_fa": "UNIFORM_BATCH",
+    "triton_attn": "ALWAYS",
+    "mla/triton_mla": "UNIFORM_BATCH",
+    "mla/rocm_aiter_mla": "UNIFORM_BATCH",
+}
+"""Attention backend -> the batches that its full graphs hold."""
+SINGLE_ROWS = {"mla/triton_mla": ("0.27", "0.28", "0.29", "0.30")}
+"""Where they hold single rows only, with which vLLM makes graphs piecewise if there are drafts."""
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_backends_declare_full_graphs_for_equal_numbers_of_rows(release):
+    """As the page on speculative decoding says. The sources of other releases may not be here."""
+    folder = BUILD / RELEASES[release].replace("==", "-").removesuffix(".*")
+    if not folder.exists():
+        pytest.skip(f"vLLM {release} is not here")
+    for name, graphs in GRAPHS.items():
+        wanted = "UNIFORM_SINGLE_TOKEN_DECODE" if release in SINGLE_ROWS.get(name, ()) else graphs
+        source = (folder / "vllm/v1/attention/backends" / f"{name}.py").read_text()
+        declared = re.search(r"_cudagraph_support\b[^=]*=\s*\(?\s*AttentionCGSupport\.(\w+)", source)
+        assert declared and declared[1] == wanted, (release, name)

@@ -60,6 +60,8 @@ class DecodeCosts:
     """Microseconds to combine splits of MLA, without `counted_us`."""
     counted_us: float
     """Microseconds per MLA split that a block combines."""
+    counted_splits: int
+    """MLA splits of 16 columns that the last block combines; more are combined by a second launch."""
     added_us: float
     """Microseconds per MLA split that a second launch combines, without the launch."""
     lds_block_us: float

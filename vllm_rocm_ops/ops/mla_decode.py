@@ -23,10 +23,10 @@ __all__ = ["mla_decode"]
 LATENT, ROPE = 512, 64  # elements per key
 STEP, MIN_STEPS = 32, 2  # keys per iteration of a block, and the fewest iterations per split
 WAVES = 8
-COUNTED_SPLITS = 8  # splits of 16 columns that the last block combines; more are combined by a second launch
 MIN_STEPS_IN_LDS = 4  # per split of two times 64 keys
 RAGGED_SHARE = 0.1  # extra time of the longest of unequal lengths over their mean
 PANEL = 64  # elements per row of an LDS panel, and keys
+COMBINE_BLOCKS = 2  # per compute unit, up to which the waves of a block share the splits of its elements
 EVEN_COMBINE_BLOCKS = 528  # that combine even splits: all resident on 132 units
 EVEN_KEYS = 128  # per iteration of even splits
 
@@ -118,8 +118,9 @@ def _configs(a, arch: Arch) -> list[MlaConfig]:
     return configs
 
 
-def _is_counted(config: MlaConfig, tiles: int) -> bool:
-    return config.num_kv_splits * tiles <= COUNTED_SPLITS and not config.even
+def _is_counted(config: MlaConfig, tiles: int, arch: Arch) -> bool:
+    """True if the last block combines the splits, False if a second launch does, where it is predicted to be faster."""
+    return config.num_kv_splits * tiles <= arch.costs.decode.counted_splits and not config.even
 
 
 def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
@@ -147,7 +148,7 @@ def _cost(config: MlaConfig, a, arch: Arch) -> dict[str, float]:
         splits, steps = decode.divided(dataclasses.replace(config, num_kv_splits=most), keys, STEP)
         rows = blocks_of_split * splits * decode.PACKED_ROWS * tiles
         of_splits = rows * (LATENT + 2) * 8 / bandwidth  # stored and loaded
-        if _is_counted(config, tiles):
+        if _is_counted(config, tiles, arch):
             sharing = costs.latent_us + costs.counted_us * tiles * splits
         else:
             sharing = attention.LAUNCH_US + costs.added_us * splits
@@ -168,11 +169,13 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
     blocks, tiles = _blocks(a, arch, config.in_lds), _tiles(a, arch, config.in_lds)
     if blocks == 0:
         return []
-    packed_rows, is_counted = decode.PACKED_ROWS * tiles, _is_counted(config, tiles)
+    packed_rows, is_counted = decode.PACKED_ROWS * tiles, _is_counted(config, tiles, arch)
     both = (a.kv_cache, a.kv_cache), (a.kv_scale, a.kv_scale)
     shared = decode.problem_arguments(config, a, a.q_nope, _layout(a), *both, outputs, packed_rows, counts=is_counted)
-    waves = WAVES if config.num_kv_splits <= WAVES else 1  # with their own elements in the combine of splits
-    combine_blocks = packed_rows * LATENT // 4 // (waves * arch.wave_lanes)
+    combine_blocks = packed_rows * LATENT // 4 // arch.wave_lanes
+    fill_gpu = arch.vendor == "amd" and blocks * combine_blocks > COMBINE_BLOCKS * arch.compute_units
+    if config.num_kv_splits <= WAVES or fill_gpu:
+        combine_blocks //= WAVES  # each wave has its own elements, of all splits
     if config.even:
         combine_blocks = min(combine_blocks, max(EVEN_COMBINE_BLOCKS // blocks, 1))
         shared |= {"partials": Workspace(4 * (blocks + config.num_kv_splits) * packed_rows * (LATENT + 2)), "slots": 1}

@@ -121,7 +121,9 @@ def recorded(
     waves = grid * -(-math.prod(launch.block) // emulator.arch.wave_lanes)
     run_all = not last and (waves <= whole or SORTS in launch.symbol)
     # The first block often writes the input of later launches.
-    blocks = sorted({0, *sampled(grid, most, _tiles(launch))})
+    tiles = _tiles(launch)
+    columns = tiles > 0 and launch.grid[1] > 1 and grid > most
+    blocks = sorted({0, *(of_columns(launch.grid, most) if columns else sampled(grid, most, tiles))})
     return record(emulator, path, launch, blocks, run_all=run_all, cold=cold)
 
 
@@ -150,6 +152,13 @@ def sampled(grid: int, most: int, tiles: int) -> list[int]:
             die, place = _on_die(min(index, grid - 1), grid)
             blocks.add(place * DIES + die)
     return sorted(blocks)
+
+
+def of_columns(grid: tuple[int, int, int], most: int) -> list[int]:
+    """Return about `most` blocks of a grid in whole columns, whose blocks share a tile, as attention's splits of a request."""
+    x, y = grid[0], grid[1] * grid[2]
+    columns = max(min(most // y, x), 1)
+    return sorted(place * x // columns + row * x for place in range(columns) for row in range(y))
 
 
 def _on_die(index: int, grid: int) -> tuple[int, int]:

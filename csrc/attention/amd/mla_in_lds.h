@@ -7,6 +7,11 @@
 // unit, 16 keys. Iteration i computes the scores of unit i while reading the keys of unit i + 1, multiplies the values
 // of unit i - 1 by p while reading unit i's, and stores unit i + 2 to LDS, which holds three units. The next two
 // units are in flight in registers.
+//
+// On gfx942 a unit takes 1088 cycles of a SIMD's matrix unit, and its vector ALU is busy for some 1040 with a cache of
+// e4m3, LDS for 850. The model of timing/ predicts 1460 cycles, 1630 with a cache of 16 bits: 1.34 and 1.50 times the
+// matrix unit's, as both waves wait for LDS after each barrier. Units of 32 keys need more LDS than gfx942 has, unless
+// keys stay e4m3 there, which products of e4m3 allow.
 #pragma once
 #include "attention/mla.h"
 #include "device/panel.h"
@@ -17,7 +22,7 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
   using Split::clamped, Split::packed_rows, Split::end, Split::finish_packed_row, Split::first_row_end,
       Split::kPackedRows;
   using Split::kLowest, Split::kStepKeys, Split::kThreads, Split::kWaves, Split::lane, Split::p, Split::splits;
-  using Split::request, Split::store;
+  using Split::request;
 
   using Element = typename CacheType<Cache>::Element;
   static constexpr bool kFp8 = __is_same(Cache, E4m3);
@@ -320,28 +325,50 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
   DEVICE void run_as() {
     Group group(*this);
     if (unit_key(0) < end) group.run();
+    this->load_early_scale();
     const mem::Buffer to = Split::slot(wave::block_id_y());
     group.finish_packed_rows(to);
+    const i64 offsets = offset_of_column();
 #pragma unroll
     for (int t = 0; t < kPackedRowTiles; ++t) {
       constexpr int kPackedRowVecs = kLatent / 4;
       if (t > 0) block_barrier();  // hazard: the previous sums are overwritten before they are read
       group.write(t);
       block_barrier();  // hazard: sums and factors are read before they are written
+      constexpr int kThreadVecs = 16 * kPackedRowVecs / kThreads;
+      const int of_packed_row = wave::thread_id() % kPackedRowVecs;
+      f32x4 totals[kThreadVecs];
 #pragma unroll
-      for (int i = 0; i < 16 * kPackedRowVecs / kThreads; ++i) {
-        const int vec = i * kThreads + wave::thread_id(), of_packed_row = vec % kPackedRowVecs;
-        const int c = t * 16 + vec / kPackedRowVecs;
-        const f32x4 total = buffer.ends.out[vec / kPackedRowVecs][of_packed_row] * buffer.ends.factor[c];
-        if (splits == 1) store(c, of_packed_row * 4, total);
-        else if (c < packed_rows()) mem::store_device(to, (c * kLatent + of_packed_row * 4) * 4, 0, total);
+      for (int i = 0; i < kThreadVecs; ++i)
+        totals[i] = buffer.ends.out[row_of(i)][of_packed_row] * buffer.ends.factor[t * 16 + row_of(i)];
+#pragma unroll
+      for (int i = 0; i < kThreadVecs; ++i) attention::compute_now(totals[i]);  // one wait for LDS
+      if (splits == 1) {
+#pragma unroll
+        for (int i = 0; i < kThreadVecs; ++i) store_result(offsets, t * 16 + row_of(i), of_packed_row * 4, totals[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kThreadVecs; ++i)
+          if (const int c = t * 16 + row_of(i); c < packed_rows())
+            mem::store_device(to, (c * kLatent + of_packed_row * 4) * 4, 0, totals[i]);
       }
     }
+  }
+  // The row of a column tile whose vector i is the wave's: one for all lanes, so that addresses are scalar.
+  DEVICE static int row_of(int i) { return (i * kThreads + wave::index() * wave::kLanes) / (kLatent / 4); }
+  // The offset of results of the lane's column.
+  DEVICE i64 offset_of_column() const {
+    const auto of = Split::packed_row(lane);
+    return (i64(request) * p.query_len + of.row) * p.out_stride + of.head * p.out_head_stride;
+  }
+  DEVICE void store_result(i64 offsets, int c, int dim, f32x4 values) const {
+    if (c >= packed_rows()) return;
+    const u64 offset = u64(wave::read(u32(offsets >> 32), c)) << 32 | wave::read(u32(offsets), c);
+    mem::store((u16*)p.out + offset + dim, u32x2{T::pack(values.lo), T::pack(values.hi)});
   }
 
   DEVICE void run() {
     if (wave::index() < kGroupWaves) run_as<Scores>();
     else run_as<Sums>();
-    if (splits > 1 && p.counters) Split::combine_splits();
   }
 };

@@ -45,6 +45,12 @@ DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
 // MLA: the number of steps whose keys a wave holds.
 constexpr int stages(int /*packed_row_tiles*/) { return 3; }
 
+// MLA: sums of up to 32 columns go from registers to HBM. Through LDS, as on NVIDIA, rows of results are written whole,
+// but the sums pass four barriers.
+constexpr bool kSumsInRegisters = true;
+constexpr int kCombinedAtOnce = 8;       // splits whose sums a wave of the combining launch loads at once
+constexpr bool kCombinesInWaves = true;  // such a wave adds more than eight splits where its own elements are enough
+
 // sum + a b over 16 keys, four per lane in its row of a and column of b.
 template <class T>
 DEVICE f32x4 multiply_16_keys(f32x4 sum, u32x2 a, u32x2 b) {

@@ -49,6 +49,11 @@ DEVICE u32x4 operand(f32x4 tile_0, f32x4 tile_1) {
 // MLA: the number of steps whose keys a wave holds.
 constexpr int stages(int packed_row_tiles) { return packed_row_tiles == 1 ? 3 : 2; }
 
+// MLA: sums go through LDS to HBM, and a wave of the combining launch loads four splits' at once.
+constexpr bool kSumsInRegisters = false;
+constexpr int kCombinedAtOnce = 4;
+constexpr bool kCombinesInWaves = false;
+
 // Transposes 32 elements of two tiles' keys into two operands of the PV product, whose rows are elements.
 template <class T>
 DEVICE void transpose(const mma::Weights& tile_0, const mma::Weights& tile_1, mma::Weights (&values)[2]) {

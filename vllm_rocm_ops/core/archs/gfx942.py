@@ -34,6 +34,8 @@ SUMS_BYTES_PER_US = 85e3  # see serving_benchmarks/timing_study/notes.md
 # predicts 48 for keys of heads. lds_block_us: matches the predicted extra time of a block's first keys beside 16 columns.
 # latent_us: a store and a load of 948 cycles (rocprofiler-compute, vecCopy) and an atomic of 382 to 1937 beyond L2 take 1.1 to 1.8 us.
 # counted_us: 33 KB at 44 KB in flight per unit (gluon-tutorials, tcp_bound_tile_model.md) and 1000 cycles: 94 GB/s.
+# counted_splits: predicted by the model of timing/, with 4096 keys: 64 requests in 4 splits take 48.1 us, 49.0 with a second launch,
+# 128 in 2 take 86.0 and 86.5. With more splits the last block's 33 KB of each cost more than a launch: 33.8 and 31.1 us for 32 in 8.
 # sharing_us: `latent_us` plus 16 sums of 8 KB at this rate. added_us: a round of 1000 cycles has 32 splits, four per wave.
 DECODE = DecodeCosts(
     block_us=2.0,
@@ -42,6 +44,7 @@ DECODE = DecodeCosts(
     sharing_us=3.0,
     latent_us=1.5,
     counted_us=0.35,
+    counted_splits=4,
     added_us=0.015,
     lds_block_us=1.45,
     lds_gb_s=24.0,

@@ -58,6 +58,7 @@ DECODE = DecodeCosts(
     sharing_us=3.0,
     latent_us=4.0,
     counted_us=0.07,
+    counted_splits=8,
     added_us=0.05,
     lds_block_us=2.9,
     lds_gb_s=47.0,

@@ -49,16 +49,17 @@ def flash_dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> 
     return (functools.partial(attend, *(x.flatten(0, 1) for x in (q, k, v)), **begins, **lengths, **options),)
 
 
-def _starts(lens: Tensor) -> Tensor:
-    return torch.arange(len(lens) + 1, dtype=torch.int32, device=lens.device)
+def _starts(a) -> Tensor:
+    """Return the first row of each request, and the end."""
+    return torch.arange(len(a.seq_lens) + 1, dtype=torch.int32, device=a.seq_lens.device) * a.query_len
 
 
 def _flash(a, q: Tensor, k: Tensor, v: Tensor, **more) -> tuple:
     """Prepare a FlashAttention 3 decode call with its scheduler metadata; `more` has the MLA arguments."""
     load()
     flash = importlib.import_module("vllm.vllm_flash_attn")
-    longest, starts = int(a.seq_lens.max()), _starts(a.seq_lens)
-    of_rows = {"max_seqlen_q": 1, "max_seqlen_k": longest, "cu_seqlens_q": starts, "causal": True}
+    longest, starts = int(a.seq_lens.max()), _starts(a)
+    of_rows = {"max_seqlen_q": a.query_len, "max_seqlen_k": longest, "cu_seqlens_q": starts, "causal": True}
     schedule = flash.get_scheduler_metadata(
         batch_size=len(a.seq_lens),
         num_heads_q=q.shape[1],
@@ -100,8 +101,8 @@ def unified(*arguments) -> tuple:
         "k": a.key_cache,
         "v": a.value_cache,
         "out": torch.empty_like(a.query),
-        "cu_seqlens_q": _starts(a.seq_lens),
-        "max_seqlen_q": 1,
+        "cu_seqlens_q": _starts(a),
+        "max_seqlen_q": a.query_len,
         "seqused_k": a.seq_lens,
         "max_seqlen_k": int(a.seq_lens.max()),
         "softmax_scale": a.scale,
@@ -110,8 +111,8 @@ def unified(*arguments) -> tuple:
         "block_table": a.block_table,
         "softcap": 0.0,
         "q_descale": None,
-        "k_descale": one_scale(a.query, rows, a.key_cache.shape[2]),
-        "v_descale": one_scale(a.query, rows, a.key_cache.shape[2]),
+        "k_descale": one_scale(a.query, len(a.seq_lens), a.key_cache.shape[2]),
+        "v_descale": one_scale(a.query, len(a.seq_lens), a.key_cache.shape[2]),
         "seq_threshold_3D": UNIFIED_BLOCKS // a.key_cache.shape[2],
         "num_par_softmax_segments": SEGMENTS,
         **dict(zip(("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"), kept)),
@@ -123,13 +124,13 @@ def flash_mla(*arguments) -> tuple:
     """Prepare a FlashMLA call; its concatenated query is created here and not timed."""
     a = mla_decode.Arguments(*arguments)
     ops = importlib.import_module("vllm.v1.attention.ops.flashmla")
-    query, schedule = torch.cat((a.q_nope, a.q_pe), -1).unsqueeze(1), ops.get_mla_metadata()[0]
+    query, schedule = torch.cat((a.q_nope, a.q_pe), -1).unflatten(0, (-1, a.query_len)), ops.get_mla_metadata()[0]
     given = query, a.kv_cache.unsqueeze(2), a.block_table, a.seq_lens, LATENT, schedule
     return (functools.partial(ops.flash_mla_with_kvcache, *given, softmax_scale=a.scale, causal=True),)
 
 
 def triton_mla(*arguments) -> tuple:
-    """Prepare a call as TRITON_MLA makes it, which also concatenates the query."""
+    """Prepare a call as TRITON_MLA makes it, which also concatenates the query, and repeats requests for each of their rows."""
     a = mla_decode.Arguments(*arguments)
     attend = importlib.import_module("vllm.v1.attention.ops.triton_decode_attention").decode_attention_fwd
     rows, heads, _ = a.q_nope.shape
@@ -143,7 +144,12 @@ def triton_mla(*arguments) -> tuple:
         query = torch.cat((a.q_nope, a.q_pe), -1)
         out = torch.zeros_like(a.q_nope, memory_format=torch.contiguous_format)
         lse = query.new_zeros(rows, heads)
-        given = query, cache, cache[..., :LATENT], out, lse, a.block_table, a.seq_lens, logits, splits, a.scale
+        table, lens = a.block_table, a.seq_lens
+        if a.query_len > 1:
+            table = table.repeat_interleave(a.query_len, dim=0)
+            behind = torch.arange(1 - a.query_len, 1, device=lens.device, dtype=lens.dtype)
+            lens = (lens.unsqueeze(1) + behind).flatten().clamp(min=0)
+        given = query, cache, cache[..., :LATENT], out, lse, table, lens, logits, splits, a.scale
         attend(*given, cache.shape[1], k_scale=unit_scale, v_scale=unit_scale, is_mla=True)
         return out
 
