@@ -33,13 +33,18 @@ class Scheme:
     scaled: bool = True
     native: bool = False  # matrix instructions scale groups: whole ones, no static scale, no tiled kernels
     quantizer: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # of tokens, if not to `LIMIT` by float32 scales
+    numbers: Callable[[Tensor], Tensor] | None = None  # of weights with two values in a byte, for tokens of 16 bits
 
     def groups(self, columns: int) -> int:
         """Return the scales of a row."""
         return -(-columns // self.group) if self.group else 1
 
+    def columns(self, k: int) -> int:
+        """Return the columns of a weight whose rows have k elements."""
+        return 2 * k if self.numbers else k
+
     def shape(self, experts: int, n: int, k: int) -> tuple[int, ...]:
-        """Return the shape of the scales of weights [E, N, K]."""
+        """Return the shape of the scales of weights [E, N, K] of K columns."""
         return experts, *(-(-size // shared) for size, shared in ((n, self.rows), (k, self.group)) if shared)
 
     def weight_dtype(self, half: torch.dtype, fp8_dtype: torch.dtype) -> torch.dtype:
@@ -56,13 +61,14 @@ class Scheme:
 
     def fits(self, weight: torch.Size, dtype: torch.dtype, scale: torch.Size, scale_dtype: torch.dtype) -> bool:
         """True if weights and scales of these shapes and dtypes are scaled this way. A scale per row may have two shapes."""
-        shape, whole = self.shape(*weight), not self.native or weight[2] % self.group == 0
+        k, grouped = self.columns(weight[2]), self.native or self.numbers is not None
+        shape, whole = self.shape(*weight[:2], k), not grouped or k % self.group == 0
         shapes = (shape, (*shape, 1)) if self.rows == 1 and not self.group else (shape,)
         return self.scaled and whole and dtype in self.weights and scale_dtype in self.scales and scale in shapes
 
     def dequantized(self, values: Tensor, scale: Tensor | None, exact: torch.dtype, rows: int | None = None) -> Tensor:
         """Return values [N, K] of one expert times their scales; tokens [M, K] with 1 for `rows`."""
-        values = values.to(exact)
+        values = (self.numbers(values) if self.numbers and rows is None else values).to(exact)
         if scale is None:
             return values
         scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype in MX_SCALES else scale).to(exact)
@@ -97,6 +103,17 @@ SCHEMES = {
         Scheme("mx", (torch.float8_e4m3fn,), 1, MX_BLOCK, MX_SCALES, native=True, quantizer=quantization.mx),
     )
 }
+
+_HALF_SCALES = (torch.bfloat16, torch.float16)
+FOUR_BIT = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("int4_32", (torch.uint8,), 1, 32, _HALF_SCALES, numbers=quantization.int4_numbers),
+        Scheme("int4_128", (torch.uint8,), 1, 128, _HALF_SCALES, numbers=quantization.int4_numbers),
+        Scheme("mxfp4", (torch.uint8,), 1, MX_BLOCK, MX_SCALES, numbers=quantization.fp4_numbers),
+    )
+}
+"""Schemes of weights [E, N, K / 2] with two values in a byte, the first in its lower half, multiplied by bf16 tokens."""
 
 
 def scheme_of(weight: Tensor, scale: Tensor | None) -> Scheme:

@@ -1,0 +1,70 @@
+// 4-bit values by byte permutes and packed fp32 additions. Static, in vector instructions per value: int4 2.4, e2m1 2.25.
+#pragma once
+#include "mma.h"
+
+namespace four_bit {
+
+// Eight values of a word as bytes: `even` has values 0, 2, 4 and 6, `odd` the others.
+struct Nibbles {
+  u32 even, odd;
+  DEVICE explicit Nibbles(u32 word) : even(word & 0x0f0f0f0fu), odd(word >> 4 & 0x0f0f0f0fu) {}
+};
+
+// int4: 0 to 15 for -8 to 7.
+struct Int4 {
+  // Byte kAt of `bytes` as 2^23 more than its number.
+  template <int kAt>
+  DEVICE static float raised(u32 bytes) {
+    return __builtin_bit_cast(float, __builtin_amdgcn_perm(0x4b000000u, bytes, 0x070c0c00u | kAt));
+  }
+  // Byte kAt of both arguments as a pair of bf16 values.
+  template <int kAt>
+  DEVICE static u32 pair(u32 low, u32 high) {
+    constexpr float kOffset = -(0x1p23f + 8.0f);
+    const f32x2 numbers = f32x2{raised<kAt>(low), raised<kAt>(high)} + f32x2{kOffset, kOffset};
+    const u32x2 bits = __builtin_bit_cast(u32x2, numbers);
+    return __builtin_amdgcn_perm(bits.y, bits.x, 0x07060302u);
+  }
+  DEVICE static u32x4 to_bf16(u32 word) {
+    const Nibbles of(word);
+    return {pair<0>(of.even, of.odd), pair<1>(of.even, of.odd), pair<2>(of.even, of.odd), pair<3>(of.even, of.odd)};
+  }
+};
+
+// e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives. A permute looks up four bytes at once, by three bits each.
+struct E2m1 {
+  struct Halves {  // of four bf16 values: upper and lower bytes
+    u32 upper, lower;
+    DEVICE Halves(u32 magnitudes, u32 signs) {
+      upper = __builtin_amdgcn_perm(0x40404040u, 0x3f3f3f00u, magnitudes) | (signs & 0x80808080u);
+      lower = __builtin_amdgcn_perm(0xc0804000u, 0xc0800000u, magnitudes);
+    }
+    DEVICE u32 first_pair() const { return __builtin_amdgcn_perm(upper, lower, 0x05010400u); }
+    DEVICE u32 last_pair() const { return __builtin_amdgcn_perm(upper, lower, 0x07030602u); }
+  };
+  DEVICE static u32x4 to_bf16(u32 word) {
+    const Halves even(word & 0x07070707u, word << 4), odd(word >> 4 & 0x07070707u, word);
+    const u32 e0 = even.first_pair(), e1 = even.last_pair(), o0 = odd.first_pair(), o1 = odd.last_pair();
+    constexpr u32 kLower = 0x05040100u, kUpper = 0x07060302u;
+    return {__builtin_amdgcn_perm(o0, e0, kLower), __builtin_amdgcn_perm(o0, e0, kUpper),
+            __builtin_amdgcn_perm(o1, e1, kLower), __builtin_amdgcn_perm(o1, e1, kUpper)};
+  }
+};
+
+// Products of 16 tokens and 16 rows by groups of 32 K. Lane l has 16 bytes of row l % 16: 32 values, the group l / 16 of
+// four; and from each token l % 16 the same 32 values. The instruction, v_mfma_f32_16x16x4_4b_bf16, does not add over
+// these lanes; it takes twice the matrix cycles of those that do.
+struct GroupSums {
+  float __attribute__((ext_vector_type(16))) value = {};
+  // Sum i of group g: row l % 16, token 4 * (l / 16) + i.
+  DEVICE float get(int group, int i) const { return value[group * 4 + i]; }
+  // Adds 8 values of each group.
+  DEVICE void multiply_add(u32x4 tokens, u32x4 weights) {
+    using Short8 = short __attribute__((ext_vector_type(8)));
+    const Short8 t = __builtin_bit_cast(Short8, tokens), w = __builtin_bit_cast(Short8, weights);
+    value = __builtin_amdgcn_mfma_f32_16x16x4bf16_1k(t.lo, w.lo, value, 0, 0, 0);
+    value = __builtin_amdgcn_mfma_f32_16x16x4bf16_1k(t.hi, w.hi, value, 0, 0, 0);
+  }
+};
+
+}  // namespace four_bit

@@ -1,0 +1,39 @@
+// 4-bit values by arithmetic on pairs of bf16.
+#pragma once
+#include "mma.h"
+
+namespace four_bit {
+
+using Pair = __bf16 __attribute__((ext_vector_type(2)));
+
+DEVICE Pair pair_of(u32 bits) { return __builtin_bit_cast(Pair, bits); }
+DEVICE u32 bits_of(Pair pair) { return __builtin_bit_cast(u32, pair); }
+// The lower, or upper, halves of two words.
+DEVICE u32 lower_halves(u32 low, u32 high) { return (low & 0xffffu) | high << 16; }
+DEVICE u32 upper_halves(u32 low, u32 high) { return low >> 16 | (high & 0xffff0000u); }
+
+// int4: 0 to 15 for -8 to 7.
+struct Int4 {
+  // The numbers in bits 0 to 3 and 16 to 19: bf16's 128 and more, less 136.
+  DEVICE static u32 pair(u32 bits) {
+    return bits_of(pair_of((bits & 0x000f000fu) | 0x43004300u) - pair_of(0x43084308u));
+  }
+  DEVICE static u32x4 to_bf16(u32 word) {
+    const u32 a = pair(word), b = pair(word >> 4), c = pair(word >> 8), d = pair(word >> 12);
+    return {lower_halves(a, b), lower_halves(c, d), upper_halves(a, b), upper_halves(c, d)};
+  }
+};
+
+// e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives.
+struct E2m1 {
+  // The numbers in bits 0 to 3 and 16 to 19. Their exponent and mantissa, as bf16's lowest, are 2^126 times too small.
+  DEVICE static u32 pair(u32 bits) {
+    return bits_of(pair_of((bits & 0x00070007u) << 6 | (bits & 0x00080008u) << 12) * pair_of(0x7e807e80u));
+  }
+  DEVICE static u32x4 to_bf16(u32 word) {
+    const u32 a = pair(word), b = pair(word >> 4), c = pair(word >> 8), d = pair(word >> 12);
+    return {lower_halves(a, b), lower_halves(c, d), upper_halves(a, b), upper_halves(c, d)};
+  }
+};
+
+}  // namespace four_bit
