@@ -329,10 +329,35 @@ def as_quantized(x: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None,
     return ((groups / unit).clamp(-limit, limit).float().to(dtype).double() * unit).flatten(1)[:, : x.shape[1]]
 
 
+def of_four_bits(packed: Tensor, scale: Tensor) -> Tensor:
+    """Return weights [N, K / 2] of INT4 with bf16 scales, or of E2M1 with E8M0 scales, whose groups follow from the shapes."""
+    n, bytes_ = packed.shape
+    bits = torch.empty(n, 2 * bytes_, dtype=torch.int64, device=packed.device)
+    bits[:, 0::2], bits[:, 1::2] = packed.long() % 16, packed.long() // 16
+    if scale.dtype == torch.bfloat16:
+        values, factors = bits.double() - 8, scale.double()
+    else:
+        exponent, mantissa = bits // 2 % 4, bits % 2
+        values = torch.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * 2.0 ** (exponent - 1))
+        values = torch.where(bits >= 8, -values, values).double()
+        raw = scale.view(torch.uint8).double()
+        factors = torch.where(raw == 255, torch.nan, torch.exp2(raw - 127))
+    return (values.unflatten(1, (scale.shape[1], -1)) * factors[:, :, None]).flatten(1)
+
+
 def fused_experts(before, after, outputs: tuple) -> Found:
     a = before
     scales = a.w1_scale
-    kind = "none" if scales is None else "mx" if scales.element_size() == 1 else "block" if scales.dim() == 3 else "row"
+    packed = a.w1.dtype == torch.uint8
+    kind = (
+        "none"
+        if scales is None or packed
+        else "mx"
+        if scales.element_size() == 1
+        else "block"
+        if scales.dim() == 3
+        else "row"
+    )
     if kind == "block" and tuple(scales.shape[1:]) == (a.w1.shape[1], 1):
         kind = "row"
 
@@ -340,6 +365,8 @@ def fused_experts(before, after, outputs: tuple) -> Found:
         if a.shuffled:
             (n, k), elements = values.shape, 16 // values.element_size()
             values = plain(values.view(n // 16, k // (4 * elements), 4, 16, elements))
+        if packed:
+            return of_four_bits(values, scale)
         if kind == "none":
             return values.double()
         if kind == "mx":

@@ -31,8 +31,31 @@ struct Int4 {
   }
 };
 
+// The same number in sixteenths, by 1.75 instructions: V_CVT_OFF_F32_I4 converts the lower half of a selected byte, which
+// it takes for signed. The compiler would shift each byte down.
+struct Int4Sixteenths {
+  static constexpr float kUnit = 1.0f / 16;
+  DEVICE static u32 pair(float first, float second) {
+    return __builtin_amdgcn_perm(__builtin_bit_cast(u32, second), __builtin_bit_cast(u32, first), 0x07060302u);
+  }
+  DEVICE static u32x4 to_bf16(u32 word) {
+    const u32 even = word ^ 0x88888888u, odd = even >> 4;
+    float e[4], o[4];
+#define CONVERT(i)                                                                \
+  asm("v_cvt_off_f32_i4_sdwa %0, %1 src0_sel:BYTE_" #i : "=v"(e[i]) : "v"(even)); \
+  asm("v_cvt_off_f32_i4_sdwa %0, %1 src0_sel:BYTE_" #i : "=v"(o[i]) : "v"(odd));
+    CONVERT(0)
+    CONVERT(1)
+    CONVERT(2)
+    CONVERT(3)
+#undef CONVERT
+    return {pair(e[0], o[0]), pair(e[1], o[1]), pair(e[2], o[2]), pair(e[3], o[3])};
+  }
+};
+
 // e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives. A permute looks up four bytes at once, by three bits each.
 struct E2m1 {
+  static constexpr float kUnit = 1.0f;
   struct Halves {  // of four bf16 values: upper and lower bytes
     u32 upper, lower;
     DEVICE Halves(u32 magnitudes, u32 signs) {
@@ -56,6 +79,11 @@ struct E2m1 {
 // these lanes; it takes twice the matrix cycles of those that do.
 struct GroupSums {
   float __attribute__((ext_vector_type(16))) value = {};
+  // The sums of a group: row l % 16, tokens 4 * (l / 16) on.
+  template <int kGroup>
+  DEVICE f32x4 of_group() const {
+    return __builtin_shufflevector(value, value, kGroup * 4, kGroup * 4 + 1, kGroup * 4 + 2, kGroup * 4 + 3);
+  }
   // Sum i of group g: row l % 16, token 4 * (l / 16) + i.
   DEVICE float get(int group, int i) const { return value[group * 4 + i]; }
   // Adds 8 values of each group.

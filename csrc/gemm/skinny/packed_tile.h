@@ -1,0 +1,36 @@
+// Weights of four bits times bf16 tokens, by one wave: a tile of 16 rows, 128 of K, which are 64 bytes of a row, and
+// scales per group of 32 or 128 of K. A lane has 16 bytes of a row, 32 of K, in four words.
+//
+// Scaled weights do not fit bf16, so scales are applied to the fp32 sums of a group. A matrix instruction adds the
+// products of all lanes that have a row, and with groups of 32 each of them has another group. So either an instruction
+// with four separate sums takes one from each lane, or these lanes exchange words first, such that each has a word of
+// every group.
+//
+// Includes the vendor's half.
+#pragma once
+#include "device/four_bit.h"
+#include "device/scale.h"
+#include "device/vec.h"
+
+namespace packed {
+
+constexpr int kTokenVecs = 4;  // 16-byte vectors of a lane's token in a slice, 8 of K each
+
+}  // namespace packed
+
+#if defined(__AMDGCN__)
+#include "gemm/skinny/amd/packed_tile.h"
+#elif defined(__NVPTX__)
+#include "gemm/skinny/nvidia/packed_tile.h"
+#endif
+
+namespace packed {
+
+// Where a lane's vector v of a token begins in a slice, in K. With exchanged words vector v belongs to group v.
+template <int kGroups>
+DEVICE int depth(int lane, int v) {
+  const int of_lane = mma::depth(lane) / 16;
+  return kExchanges<kGroups> ? of_lane * 8 + v * 32 : of_lane * 32 + v * 8;
+}
+
+}  // namespace packed
