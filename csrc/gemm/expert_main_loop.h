@@ -189,9 +189,9 @@ struct ExpertMainLoop {
     else if constexpr (kPacked) {
 #pragma unroll
       for (int v = 0; v < kTokenVecs; ++v) {
-        const int depth = Operands::depth(lane, v), further = 2 * (depth - Operands::depth(lane, 0));
-        const bool inside = depth < left && item_tile.token >= 0;
-        k_slice.tokens[v] = mem::load_or_zero(mem::buffer(p.tokens), item_tile.token + further, 2 * k, inside);
+        const bool inside = Operands::depth(lane, v) < left && item_tile.token >= 0;
+        k_slice.tokens[v] =
+            packed::load_vec<Operands::kGroups>(mem::buffer(p.tokens), item_tile.token, v, 2 * k, inside);
       }
     } else
 #pragma unroll

@@ -41,7 +41,7 @@ struct ExpertOperands<Packed<Value, Scale, kGroup>> {
     return tile[packed::mma_value(lane, i)][packed::mma_lane(lane, i)];
   }
 
-  // Where a lane's weights, and its vector v of a token, begin in a slice, in K.
+  // Where a lane's weights, and its vector v of a token or one of the same group, begin in a slice, in K.
   DEVICE static int depth(int lane) { return 2 * mma::depth(lane); }
   DEVICE static int depth(int lane, int v) { return packed::depth<kGroups>(lane, v); }
 

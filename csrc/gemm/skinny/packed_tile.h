@@ -14,7 +14,9 @@
 
 namespace packed {
 
-constexpr int kTokenVecs = 4;  // 16-byte vectors of a lane's token in a slice, 8 of K each
+// 16-byte vectors of a lane's token in a slice, 8 of K each. With exchanged words vector v is of group v. Else all are of
+// the lane's group, so that they begin inside K if the first does.
+constexpr int kTokenVecs = 4;
 
 }  // namespace packed
 
@@ -26,11 +28,16 @@ constexpr int kTokenVecs = 4;  // 16-byte vectors of a lane's token in a slice, 
 
 namespace packed {
 
-// Where a lane's vector v of a token begins in a slice, in K. With exchanged words vector v belongs to group v.
+// Where a lane's vector v of a token, or the first of its group, begins in a slice, in K.
 template <int kGroups>
 DEVICE int depth(int lane, int v) {
   const int of_lane = mma::depth(lane) / 16;
-  return kExchanges<kGroups> ? of_lane * 8 + v * 32 : of_lane * 32 + v * 8;
+  return kExchanges<kGroups> ? of_lane * 8 + v * 32 : of_lane * 32;
+}
+// Loads vector v, where vector 0 is at lane_offset + offset, or zeros.
+template <int kGroups>
+DEVICE u32x4 load_vec(mem::Buffer from, int lane_offset, int v, int offset, bool inside) {
+  return load_further(from, lane_offset, v * (kExchanges<kGroups> ? 64 : 16), offset, inside);
 }
 
 }  // namespace packed

@@ -12,6 +12,13 @@ template <int kGroups>
 constexpr bool kExchanges = kGroups == 4;
 #endif
 
+// 16 bytes at lane_offset + further + offset, or zeros. Vectors of a token share the masked address, as `further` is an
+// immediate, and a masked lane stays outside with it.
+DEVICE u32x4 load_further(mem::Buffer from, int lane_offset, int further, int offset, bool inside) {
+  constexpr int kOutside = -0x7fffffff - 1;
+  return __builtin_amdgcn_raw_buffer_load_b128(from, (inside ? lane_offset : kOutside) + further, offset, 0);
+}
+
 // Token and row of a lane's value i in the tile.
 constexpr int kValueTokens = 4, kValueRows = 1;
 DEVICE int value_token(int lane, int i) { return lane / 16 * 4 + i; }

@@ -7,6 +7,11 @@ namespace packed {
 template <int kGroups>
 constexpr bool kExchanges = kGroups == 4;
 
+// 16 bytes at lane_offset + further + offset, or zeros.
+DEVICE u32x4 load_further(mem::Buffer from, int lane_offset, int further, int offset, bool inside) {
+  return mem::load_or_zero(from, lane_offset + further, offset, inside);
+}
+
 // Token and row of a lane's value i in the tile.
 constexpr int kValueTokens = mma::kValueTokens, kValueRows = 2;
 DEVICE int value_token(int lane, int i) { return mma::value_token(lane, i); }
