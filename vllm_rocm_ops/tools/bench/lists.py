@@ -12,7 +12,7 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.tools.bench import shapes
 from vllm_rocm_ops.tools.bench.attention import attention
 from vllm_rocm_ops.tools.bench.decode_attention import decode_attention
-from vllm_rocm_ops.tools.bench.experts import experts
+from vllm_rocm_ops.tools.bench.experts import experts, four_bit_experts
 from vllm_rocm_ops.tools.bench.gated_delta_net import gated_delta_net
 from vllm_rocm_ops.tools.bench.gemm_dtypes import gemm_dtypes
 
@@ -27,6 +27,7 @@ LISTS: dict[str, Callable[..., Iterable[shapes.Shape]]] = {
     "gates": shapes.gates,
     "moe": experts,
     "moe-bf16": functools.partial(experts, dtype=torch.bfloat16),
+    "moe-four-bit": four_bit_experts,
     "attention": attention,
     "attention-fp16": functools.partial(attention, dtype=torch.float16),
     "decode-attention": decode_attention,
