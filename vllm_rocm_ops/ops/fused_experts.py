@@ -148,14 +148,16 @@ def fused_experts(
     (W8A8).
 
     Args:
-        hidden: [M, H], bf16 or fp16; or already quantized, e4m3 or int8, with hidden_scale.
-        w1: [E, 2 I, H], gate rows first, unless interleaved; bf16, fp16, e4m3, e5m2 or int8.
-        w2: [E, H, I], w1's dtype.
+        hidden: [M, H], bf16 or fp16, bf16 for 4-bit weights; or already quantized, e4m3 or int8, with hidden_scale.
+        w1: [E, 2 I, H], gate rows first, unless interleaved; bf16, fp16, e4m3, e5m2 or int8. Or 4-bit weights, uint8
+            [E, 2 I, H / 2], the first of two in a byte's lower half: INT4, 0 to 15 for -8 to 7, or E2M1 of MXFP4.
+        w2: [E, H, I], or [E, H, I / 2]; w1's dtype.
         topk_weights: [M, topk], float32.
         topk_ids: [M, topk], int32 or int64; invalid ids are skipped.
         out_dtype: bf16 or fp16, also of the activation between the GEMMs.
         w1_scale: float32 [E] (per tensor), [E, N] (per channel) or [E, ceil(N / 128), ceil(K / 128)] (per block); uint8
-            or float8_e8m0fnu [E, N, K / 32] for MX-FP8. int8 has no block scales.
+            or float8_e8m0fnu [E, N, K / 32] for MX-FP8 and MXFP4; bf16 [E, N, K / 32] or [E, N, K / 128] for INT4. int8 has
+            no block scales.
         w2_scale: As w1_scale.
         hidden_scale: Static scale of hidden, float32, one element; or the scales of a quantized hidden: [M, 1], [1],
             [M, ceil(H / 128)] (per block) or [M, H / 32] (MX-FP8).
@@ -176,7 +178,7 @@ def fused_experts(
         [M, H], out_dtype.
 
     Source:
-        vLLM's TritonExperts; MoE layers of RadeonFlow and the Inference Sprint; fused_moe/moe-gemm.py of AMD
+        vLLM's TritonExperts and TritonWNA16Experts; MoE layers of RadeonFlow and the Inference Sprint; fused_moe/moe-gemm.py of AMD
         perf-kernels; smallm_mxfp8_moe_grouped_gemm of aiter PR 3783.
     """
     exact = torch.float64 if out_dtype == torch.float64 else torch.float32
