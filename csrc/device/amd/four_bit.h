@@ -1,5 +1,6 @@
 // 4-bit values by byte permutes and packed fp32 additions. Static, in vector instructions per value: int4 2.4, e2m1 2.25.
 #pragma once
+#include "buffer.h"
 #include "mma.h"
 
 namespace four_bit {
@@ -28,6 +29,23 @@ struct Int4 {
   DEVICE static u32x4 to_bf16(u32 word) {
     const Nibbles of(word);
     return {pair<0>(of.even, of.odd), pair<1>(of.even, of.odd), pair<2>(of.even, of.odd), pair<3>(of.even, of.odd)};
+  }
+};
+
+// Eight int4 columns of eight rows: a word per row, and a column's eight values as bf16.
+struct Int4Columns {
+  Nibbles row[8];
+  DEVICE explicit Int4Columns(const u32 (&w)[8])
+      : row{Nibbles(w[0]), Nibbles(w[1]), Nibbles(w[2]), Nibbles(w[3]),
+            Nibbles(w[4]), Nibbles(w[5]), Nibbles(w[6]), Nibbles(w[7])} {}
+  template <int kColumn>
+  DEVICE u32 pair(int first) const {
+    const Nibbles &low = row[first], &high = row[first + 1];
+    return Int4::pair<kColumn / 2>(kColumn % 2 ? low.odd : low.even, kColumn % 2 ? high.odd : high.even);
+  }
+  template <int kColumn>
+  DEVICE u32x4 column() const {
+    return {pair<kColumn>(0), pair<kColumn>(2), pair<kColumn>(4), pair<kColumn>(6)};
   }
 };
 
@@ -66,5 +84,19 @@ struct GroupSums {
     value = __builtin_amdgcn_mfma_f32_16x16x4bf16_1k(t.hi, w.hi, value, 0, 0, 0);
   }
 };
+
+// As mma::multiply_tile, with the operands swapped, so that a lane has sums of the rows whose weights it holds: value i
+// belongs to token value_token and to row mma::row(lane, value_load(i)).
+DEVICE f32x4 multiply_tile(f32x4 sum, const mma::Weights& weights, u32x4 tokens) {
+  return mma::multiply_add<Bf16>(sum, tokens, weights.load[0]);
+}
+DEVICE int value_token(int lane, int i) { return lane / 16 * 4 + i; }
+DEVICE constexpr int value_load(int /*i*/) { return 0; }
+
+// A streaming load of a word, as mem::refill.
+DEVICE void refill(u32& word, const mem::Cursor& from, int offset, bool inside) {
+  constexpr int kNonTemporal = 2;
+  word = __builtin_amdgcn_raw_buffer_load_b32(from.base, inside ? from.lane_offset : -1, offset, kNonTemporal);
+}
 
 }  // namespace four_bit
