@@ -26,11 +26,10 @@ WAVES = 4  # per block, which split K
 TOKENS = {"amd": (16, 32, 64), "nvidia": (8, 16)}  # limits of kernels
 WIDE_GROUP = 64  # from here on a scale serves two steps
 
-# The cost model, by tokens of a kernel: blocks that a compute unit runs at once, and bytes that each has in flight. Instructions: see
-# csrc/gemm/skinny/int4_weights.h.
-RESIDENT = {8: 3, 16: 2, 32: 1, 64: 1}
-IN_FLIGHT = {"amd": 40e3, "nvidia": 20e3}
-LATENCY_US, SHARING_US, BLOCK_US = 1.5, 3.0, 1.3
+# The cost model: weight bytes per microsecond of a compute unit, by its blocks, and microseconds, as timing/ predicts them for
+# Llama-3.3-70B's layers and one token on MI300X.
+UNIT_BYTES_PER_US = {1: 8.3e3, 2: 11e3, 3: 12.9e3}
+LATENCY_US, SHARING_US, BLOCK_US = 2.0, 3.0, 1.3
 
 
 def _sizes(a) -> tuple[int, int, int]:
@@ -113,17 +112,15 @@ def _configs(a, arch: Arch) -> list[SkinnyConfig]:
 
 
 def _cost(config: SkinnyConfig, a, arch: Arch) -> dict[str, float]:
-    """Return the modeled microseconds: rounds of resident blocks take the longer of their HBM bytes and the latency of their loads."""
+    """Return the modeled microseconds of the busiest compute unit; blocks that share tiles add a synchronization and partial sums."""
     (m, n, k), (tiles, steps, unit) = _sizes(a), _division(config, a, arch)
-    tokens, hbm = _kernel_tokens(a, arch), arch.bandwidth_gb_s * 1e3
+    hbm = arch.bandwidth_gb_s * 1e3
     slices = tiles * config.split_k or config.blocks
     longest = -(-tiles * steps // (unit * slices)) * unit * STEP * ROWS / 2
-    at_once = min(config.blocks, RESIDENT[tokens] * arch.compute_units)
-    rounds = -(-slices // at_once)
-    least = rounds * max(longest / IN_FLIGHT[arch.vendor], 1.0) * LATENCY_US
+    blocks = -(-config.blocks // arch.compute_units)
     terms = {
-        "streaming": max(n * k / 2 * (1 + 4 / _group(a)) / hbm, least),
-        "blocks": -(-config.blocks // arch.compute_units) * BLOCK_US,
+        "streaming": LATENCY_US + max(n * k / 2 / hbm, blocks * longest / UNIT_BYTES_PER_US[min(blocks, 3)]),
+        "blocks": blocks * BLOCK_US,
     }
     if config.split_k != 1:
         of_tile, share = ROWS * m * 4, config.blocks / max(tiles, 1)
