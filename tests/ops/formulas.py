@@ -246,6 +246,14 @@ def mxfp8_scaled_mm(before, after, outputs: tuple) -> Found:
     yield from product(powers(a.a, a.scale_a), powers(a.b, a.scale_b), a.bias, outputs[0])
 
 
+def w4a16_gemm(before, after, outputs: tuple) -> Found:
+    a = before
+    nibbles = torch.stack([a.weight >> 4 * i & 15 for i in range(8)], -1).flatten(1).double() - 8
+    numbers = nibbles * exact(a.scale).repeat_interleave(len(a.weight) // len(a.scale), 0)
+    left, out = exact(a.x).reshape(-1, a.x.shape[-1]), outputs[0]
+    yield from product(left, numbers.t(), a.bias, out.reshape(len(left), -1))
+
+
 def dequantize_int4(before, after, outputs: tuple) -> Found:
     a = before
     raw = a.quantized.contiguous().view(torch.uint8)
@@ -945,6 +953,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "block_scaled_mm": block_scaled_mm,
     "mxfp8_scaled_mm": mxfp8_scaled_mm,
     "unquantized_gemm": unquantized_gemm,
+    "w4a16_gemm": w4a16_gemm,
     "batched_gemm": batched_gemm,
     "batched_gemm_rope": batched_gemm_rope,
     "gemm": gemm,

@@ -1,5 +1,7 @@
-// 4-bit values by byte permutes and packed fp32 additions. Static, in vector instructions per value: int4 2.4, e2m1 2.25.
+// 4-bit values by byte permutes and packed fp32 additions. Static, in vector instructions per value: int4 2.4, or 1.75 in
+// sixteenths; e2m1 2.25, on gfx950 0.5.
 #pragma once
+#include "buffer.h"
 #include "mma.h"
 
 namespace four_bit {
@@ -25,14 +27,10 @@ struct Int4 {
     const u32x2 bits = __builtin_bit_cast(u32x2, numbers);
     return __builtin_amdgcn_perm(bits.y, bits.x, 0x07060302u);
   }
-  DEVICE static u32x4 to_bf16(u32 word) {
-    const Nibbles of(word);
-    return {pair<0>(of.even, of.odd), pair<1>(of.even, of.odd), pair<2>(of.even, of.odd), pair<3>(of.even, of.odd)};
-  }
 };
 
-// The same number in sixteenths, by 1.75 instructions: V_CVT_OFF_F32_I4 converts the lower half of a selected byte, which
-// it takes for signed. The compiler would shift each byte down.
+// The same number in sixteenths: V_CVT_OFF_F32_I4 converts the lower half of a selected byte, which
+// it takes to be signed. The compiler would shift each byte down.
 struct Int4Sixteenths {
   static constexpr float kUnit = 1.0f / 16;
   DEVICE static u32 pair(float first, float second) {
@@ -53,9 +51,32 @@ struct Int4Sixteenths {
   }
 };
 
+// Eight int4 columns of eight rows: a word per row, and a column's eight values as bf16.
+struct Int4Columns {
+  Nibbles row[8];
+  DEVICE explicit Int4Columns(const u32 (&w)[8])
+      : row{Nibbles(w[0]), Nibbles(w[1]), Nibbles(w[2]), Nibbles(w[3]),
+            Nibbles(w[4]), Nibbles(w[5]), Nibbles(w[6]), Nibbles(w[7])} {}
+  template <int kColumn>
+  DEVICE u32 pair(int first) const {
+    const Nibbles &low = row[first], &high = row[first + 1];
+    return Int4::pair<kColumn / 2>(kColumn % 2 ? low.odd : low.even, kColumn % 2 ? high.odd : high.even);
+  }
+  template <int kColumn>
+  DEVICE u32x4 column() const {
+    return {pair<kColumn>(0), pair<kColumn>(2), pair<kColumn>(4), pair<kColumn>(6)};
+  }
+};
+
 // e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives. A permute looks up four bytes at once, by three bits each.
 struct E2m1 {
   static constexpr float kUnit = 1.0f;
+#if !defined(__gfx942__)
+  template <int kByte>
+  DEVICE static u32 of_byte(u32 word) {
+    return __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(word, 1.0f, kByte));
+  }
+#endif
   struct Halves {  // of four bf16 values: upper and lower bytes
     u32 upper, lower;
     DEVICE Halves(u32 magnitudes, u32 signs) {
@@ -66,11 +87,15 @@ struct E2m1 {
     DEVICE u32 last_pair() const { return __builtin_amdgcn_perm(upper, lower, 0x07030602u); }
   };
   DEVICE static u32x4 to_bf16(u32 word) {
+#if !defined(__gfx942__)
+    return {of_byte<0>(word), of_byte<1>(word), of_byte<2>(word), of_byte<3>(word)};
+#else
     const Halves even(word & 0x07070707u, word << 4), odd(word >> 4 & 0x07070707u, word);
     const u32 e0 = even.first_pair(), e1 = even.last_pair(), o0 = odd.first_pair(), o1 = odd.last_pair();
     constexpr u32 kLower = 0x05040100u, kUpper = 0x07060302u;
     return {__builtin_amdgcn_perm(o0, e0, kLower), __builtin_amdgcn_perm(o0, e0, kUpper),
             __builtin_amdgcn_perm(o1, e1, kLower), __builtin_amdgcn_perm(o1, e1, kUpper)};
+#endif
   }
 };
 
@@ -84,8 +109,6 @@ struct GroupSums {
   DEVICE f32x4 of_group() const {
     return __builtin_shufflevector(value, value, kGroup * 4, kGroup * 4 + 1, kGroup * 4 + 2, kGroup * 4 + 3);
   }
-  // Sum i of group g: row l % 16, token 4 * (l / 16) + i.
-  DEVICE float get(int group, int i) const { return value[group * 4 + i]; }
   // Adds 8 values of each group.
   DEVICE void multiply_add(u32x4 tokens, u32x4 weights) {
     using Short8 = short __attribute__((ext_vector_type(8)));
@@ -94,5 +117,19 @@ struct GroupSums {
     value = __builtin_amdgcn_mfma_f32_16x16x4bf16_1k(t.hi, w.hi, value, 0, 0, 0);
   }
 };
+
+// As mma::multiply_tile, with the operands swapped, so that a lane has sums of the rows whose weights it holds: value i
+// belongs to token value_token and to row mma::row(lane, value_load(i)).
+DEVICE f32x4 multiply_tile(f32x4 sum, const mma::Weights& weights, u32x4 tokens) {
+  return mma::multiply_add<Bf16>(sum, tokens, weights.load[0]);
+}
+DEVICE int value_token(int lane, int i) { return lane / 16 * 4 + i; }
+DEVICE constexpr int value_load(int /*i*/) { return 0; }
+
+// A streaming load of a word, as mem::refill.
+DEVICE void refill(u32& word, const mem::Cursor& from, int offset, bool inside) {
+  constexpr int kNonTemporal = 2;
+  word = __builtin_amdgcn_raw_buffer_load_b32(from.base, inside ? from.lane_offset : -1, offset, kNonTemporal);
+}
 
 }  // namespace four_bit

@@ -1,5 +1,6 @@
 // 4-bit values by arithmetic on pairs of bf16.
 #pragma once
+#include "buffer.h"
 #include "mma.h"
 
 namespace four_bit {
@@ -29,6 +30,21 @@ struct Int4Sixteenths : Int4 {
   static constexpr float kUnit = 1.0f;
 };
 
+// Eight int4 columns of eight rows: a word per row, and a column's eight values as bf16.
+struct Int4Columns {
+  const u32 (&row)[8];
+  DEVICE explicit Int4Columns(const u32 (&words)[8]) : row(words) {}
+  template <int kColumn>
+  DEVICE u32 pair(int first) const {
+    const u32 low = row[first], high = row[first + 1];
+    return Int4::pair((kColumn < 4 ? lower_halves(low, high) : upper_halves(low, high)) >> kColumn % 4 * 4);
+  }
+  template <int kColumn>
+  DEVICE u32x4 column() const {
+    return {pair<kColumn>(0), pair<kColumn>(2), pair<kColumn>(4), pair<kColumn>(6)};
+  }
+};
+
 // e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives.
 struct E2m1 {
   static constexpr float kUnit = 1.0f;
@@ -41,5 +57,17 @@ struct E2m1 {
     return {lower_halves(a, b), lower_halves(c, d), upper_halves(a, b), upper_halves(c, d)};
   }
 };
+
+// As mma::multiply_tile. Value i belongs to token value_token and to row mma::row(lane, value_load(i)).
+DEVICE f32x4 multiply_tile(f32x4 sum, const mma::Weights& weights, u32x4 tokens) {
+  return mma::multiply_tile<Bf16>(sum, weights, tokens);
+}
+DEVICE int value_token(int lane, int i) { return mma::value_token(lane, i); }
+DEVICE constexpr int value_load(int i) { return i / 2; }
+
+// A streaming load of a word, as mem::refill.
+DEVICE void refill(u32& word, const mem::Cursor& from, int offset, bool inside) {
+  if (inside) word = mem::load_once<u32>(from.at + offset);
+}
 
 }  // namespace four_bit
