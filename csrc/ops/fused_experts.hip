@@ -4,6 +4,7 @@
 //     down:     out[token] = sum over the token's pairs of weight * (w2[expert of pair] @ act[pair])
 //
 // Kernels named "clamped" and "biased" add biases to both products, and have the other activations of gemm/swiglu.h.
+// Those of INT4 and MXFP4 weights multiply them as bf16 (gemm/expert_operands.h).
 //
 // A pair is a token and an expert it is routed to. Bytes: the weights of the activated experts dominate.
 //
@@ -115,22 +116,21 @@ DEVICE void down(const Experts& p, const void* bias = nullptr) {
       ((u32x4*)behind)[i] = mem::load<u32x4>(p.lists + i);
     block_barrier();  // hazard: lists are read before they are copied
   };
-  auto end_unit = [&](const UnitWalk& walk, const f32x4& sum, const typename S::KSlice& last)
-                      __attribute__((always_inline)) {
-                        const Item item(lists, walk.item());
+  auto end_unit = [&](const UnitWalk& walk, const f32x4& sum,
+                      const typename S::KSlice& last) __attribute__((always_inline)) {
+    const Item item(lists, walk.item());
 #pragma unroll
-                        for (int v = 0; v < S::kValueTokens; ++v) {
-                          const int place = item.first + S::Operands::value_token(main_loop.lane, v);
-                          if (place >= item.end) continue;
-                          const int pair = lists.pairs[place];
-                          const float weight = p.apply_weights ? lists.router[pair] : 1.0f;
-                          float* of_token = wave_sums + (pair * p.per_slot >> 20) * mma::kRows;
+    for (int v = 0; v < S::kValueTokens; ++v) {
+      const int place = item.first + S::Operands::value_token(main_loop.lane, v);
+      if (place >= item.end) continue;
+      const int pair = lists.pairs[place];
+      const float weight = p.apply_weights ? lists.router[pair] : 1.0f;
+      float* of_token = wave_sums + (pair * p.per_slot >> 20) * mma::kRows;
 #pragma unroll
-                          for (int i = v; i < 4; i += S::kValueTokens)
-                            of_token[S::Operands::value_row(main_loop.lane, i)] +=
-                                weight * main_loop.result(sum, last, i);
-                        }
-                      };
+      for (int i = v; i < 4; i += S::kValueTokens)
+        of_token[S::Operands::value_row(main_loop.lane, i)] += weight * main_loop.result(sum, last, i);
+    }
+  };
   const int units = wave::uniform(count) * p.work_per_item;
   main_loop.multiply_all(
       UnitWalk{p, units, of_wave_units.unit}, Item(item, next), rows, ready,

@@ -75,6 +75,7 @@ VENDOR_TOKENS = {
     r"__AMDGCN__|__NVPTX__|__HIP|__CUDA": (
         "csrc/device/gpu.h",
         "csrc/device/tile_mma.h",
+        "csrc/gemm/skinny/packed_tile.h",
         "csrc/gemm/skinny/streamed_tile.h",
         "csrc/attention/operands.h",
     ),

@@ -74,7 +74,7 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
             f"with a scale per {kind.group} along K, {most} is below 2^31, and lists of pairs and experts fit LDS",
             streamed.takes(a, arch),
         )
-        yield "scales of 4-bit weights are bf16 or e8m0", a.w1_scale.element_size() < 3 and a.w1_scale.dtype != torch.float16
+        yield "scales of 4-bit weights are bf16 or e8m0", a.w1_scale.dtype not in (torch.float16, torch.float64)
     elif not _can_stream(a, arch):
         yield from tiled.can_implement(a, arch)
 

@@ -259,7 +259,7 @@ def replace(function: Callable, plugin: Callable) -> None:
 
 
 def first_of(candidates: list[type], config, weight_key=None, activation_key=None) -> type | None:
-    """Return the plugin's first class that supports a layer, None if no class does."""
+    """Return the plugin's first class that supports a layer, or None."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
 
     if why := refusal(config.moe_parallel_config):
@@ -319,7 +319,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             super().__init__(moe_config, quant_config)
             baseline = self.baseline_class()
             self.baseline = baseline and baseline(moe_config, copy_of(quant_config))
-            self.kernel = baseline and kernel_around(self.baseline)  # for timing, outside of vLLM's step
+            self.kernel = baseline and kernel_around(self.baseline)  # for timing
             moves_tokens = moe_config.moe_parallel_config.use_all2all_kernels or moe_config.dp_size > 1
             self.is_fed_as_baseline = moves_tokens
 
