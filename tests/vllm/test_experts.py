@@ -744,7 +744,7 @@ def test_int4_layers_of_another_backend_stay_there(monkeypatch):
     assert select_int4("int4_32") == (backends.MARLIN, marlin_moe.MarlinExperts)
 
 
-@pytest.mark.parametrize("kind", ["block", "bf16"])
+@pytest.mark.parametrize("kind", ["block", "bf16", "int4_32"])
 def test_experts_beside_a_named_backend_serve_what_they_won(baseline, kind, monkeypatch):
     """Before timing all tokens are the named backend's."""
     layer = Layer(kind)
