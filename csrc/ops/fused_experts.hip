@@ -4,7 +4,7 @@
 //     down:     out[token] = sum over the token's pairs of weight * (w2[expert of pair] @ act[pair])
 //
 // Kernels named "clamped" and "biased" add biases to both products, and have the other activations of gemm/swiglu.h.
-// Those of INT4 and MXFP4 weights multiply them as bf16 (gemm/expert_operands.h).
+// Kernels of INT4 and MXFP4 weights multiply these as bf16 (gemm/expert_operands.h).
 //
 // A pair is a token and an expert it is routed to. Bytes: the weights of the activated experts dominate.
 //
