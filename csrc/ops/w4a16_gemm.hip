@@ -6,7 +6,7 @@
 #include "gemm/skinny.h"
 #include "gemm/skinny/int4_weights.h"
 
-#if defined(__AMDGCN__)
+#ifdef HAS_INT4_TILES_OF_TOKENS
 using Words = Bf16Int4Columns<1, 2>;
 using Word = Bf16Int4Columns<1, 1>;
 WAVE_SPLIT_K(w4a16_gemm_32_wave_splitk_16, Words, 16, ScaleGranularity::kNone)

@@ -29,6 +29,10 @@ WIDE_GROUP = 64  # from here on a scale serves two steps
 # and one token on MI300X.
 UNIT_BYTES_PER_US = 13e3
 LATENCY_US, SHARING_US, BLOCK_US = 2.0, 3.0, 1.3
+SUMMED_AT_ONCE, SUM_ROUND_US = (
+    2,
+    0.3,
+)  # partial sums that a block loads at once (kBlocksAtOnce of csrc/gemm/skinny/epilogue.h)
 
 
 def _sizes(a) -> tuple[int, int, int]:
@@ -124,7 +128,7 @@ def _cost(config: SkinnyConfig, a, arch: Arch) -> dict[str, float]:
     }
     if config.split_k != 1:
         of_tile, share = config.rows * m * 4, config.blocks / max(tiles, 1)
-        terms["sharing"] = SHARING_US + share * of_tile / arch.costs.sums_bytes_per_us
+        terms["sharing"] = SHARING_US + share / SUMMED_AT_ONCE * SUM_ROUND_US
         terms["partials"] = 2 * config.blocks * of_tile / hbm
     return terms
 

@@ -106,6 +106,8 @@ DEVICE void add_scaled(f32x4& sum, f32x4 product, f32x4 factor) {
   }
 }
 
+#define HAS_INT4_TILES_OF_TOKENS 1  // w4a16_gemm has kernels for up to four tiles of tokens
+
 // A streaming load of a word, or two, as mem::refill.
 constexpr int kNonTemporal = 2;
 DEVICE void refill(u32& word, const mem::Cursor& from, int offset, bool inside) {

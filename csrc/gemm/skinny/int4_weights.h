@@ -23,7 +23,7 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : TileOperandsBase {
   static constexpr int kRows = kLaneRows * mma::kRows, kVec = mem::kPredicates ? 2 : 4;
   template <int kTiles>
   static constexpr int kSliceSteps = kGroupSteps;
-  // As many as registers hold: on AMD two waves per SIMD with one tile of tokens, else one.
+  // What the registers hold of two waves per SIMD with one tile of tokens, of one with more.
   template <int kTiles>
   static constexpr int kStages = mem::kPredicates ? 4 / kGroupSteps + 1 : 2 + kTiles;
   using Problem = GroupedProblem;
