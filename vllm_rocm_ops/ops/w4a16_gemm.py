@@ -20,16 +20,19 @@ from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
 __all__ = ["w4a16_gemm"]
 
 IN_WORD = 8  # output channels
-ROWS = 16 * IN_WORD  # of a tile
 STEP = 32  # along K: 64 bytes of a token
 WAVES = 4  # per block, which split K
 TOKENS = {"amd": (16, 32, 64), "nvidia": (8, 16)}  # limits of kernels
 WIDE_GROUP = 64  # from here on a scale serves two steps
 
-# The cost model: weight bytes per microsecond of a compute unit, by its blocks, and microseconds, as timing/ predicts them for
-# Llama-3.3-70B's layers and one token on MI300X.
-UNIT_BYTES_PER_US = {1: 8.3e3, 2: 11e3, 3: 12.9e3}
+# The cost model: weight bytes per microsecond of a compute unit, and microseconds, as timing/ predicts them for Llama-3.3-70B's layers
+# and one token on MI300X.
+UNIT_BYTES_PER_US = 13e3
 LATENCY_US, SHARING_US, BLOCK_US = 2.0, 3.0, 1.3
+SUMMED_AT_ONCE, SUM_ROUND_US = (
+    2,
+    0.3,
+)  # partial sums that a block loads at once (kBlocksAtOnce of csrc/gemm/skinny/epilogue.h)
 
 
 def _sizes(a) -> tuple[int, int, int]:
@@ -61,11 +64,12 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield f"M is at most {most} on {arch.vendor.upper()}", m <= most
     yield "N and K are at least 1, N below 2^30, K below 2^24", 0 < n < 2**30 and 0 < k < 2**24
     is_group = group % STEP == 0 and group.bit_count() == 1 or group == k and k % IN_WORD == 0
+    yield f"N is a multiple of {2 * IN_WORD}", n % (2 * IN_WORD) == 0
     yield f"groups are a power of two from {STEP} on, or one of a multiple of {IN_WORD}", is_group
     for name in ("weight", "scale"):
         rows = getattr(a, name)
         yield f"{name} has N innermost", rows.shape[1] == 1 or rows.stride(1) == 1
-    yield "rows of scale are 16-byte aligned", aligned(a.scale)
+    yield "rows of weight are 8-byte, of scale 16-byte aligned", aligned(a.weight, 8) and aligned(a.scale)
     yield (
         "weight and scale are below 2 GB",
         all(len(x) * row_stride(x) * x.element_size() < 2**31 for x in (a.weight, a.scale)),
@@ -81,33 +85,33 @@ def _kernel_tokens(a, arch: Arch) -> int:
     return next((tokens for tokens in limits if tokens >= rows_of(a.x)), limits[-1])
 
 
-def _is_wide(a, arch: Arch) -> bool:
-    """True if a kernel scales the products of two steps at once."""
-    return _group(a) >= WIDE_GROUP and _kernel_tokens(a, arch) <= 32
+def _rows(a, arch: Arch) -> int:
+    """Return the rows of a tile: 16 times one or two words (kRows of csrc/gemm/skinny/int4_weights.h)."""
+    return 16 * IN_WORD * (2 if arch.vendor == "amd" and _kernel_tokens(a, arch) <= 32 else 1)
 
 
-def _unit(a, arch: Arch) -> int:
-    """Return the steps of a unit, a slice per wave (kSliceSteps of csrc/gemm/skinny/int4_weights.h)."""
-    has_two = arch.vendor == "amd" and _kernel_tokens(a, arch) <= 32
-    return WAVES * (2 if has_two or _is_wide(a, arch) else 1)
+def _steps_at_once(a, arch: Arch) -> int:
+    """Return the steps of a slice (kSliceSteps there), which share a scale."""
+    return 2 if arch.vendor == "nvidia" and _group(a) >= WIDE_GROUP else 1
 
 
 def _division(config: SkinnyConfig, a, arch: Arch) -> tuple[int, int, int]:
-    """Return the tiles, the steps per tile, and the steps per unit; a block has whole units."""
+    """Return the tiles, the steps per tile, and the steps per unit, a slice per wave; a block has whole units."""
     _, n, k = _sizes(a)
-    unit, split_k = _unit(a, arch), config.split_k or 1
+    unit, split_k = WAVES * _steps_at_once(a, arch), config.split_k or 1
     of_slice = -(-k // (STEP * unit * split_k)) * unit
-    return -(-n // ROWS), of_slice * split_k, of_slice if config.split_k else unit
+    return -(-n // config.rows), of_slice * split_k, of_slice if config.split_k else unit
 
 
 def _configs(a, arch: Arch) -> list[SkinnyConfig]:
     """Return whole tiles, split-K and stream-K for a half to four blocks per compute unit."""
-    tiles, steps, unit = _division(SkinnyConfig(ROWS, 0, 1), a, arch)
+    rows = _rows(a, arch)
+    tiles, steps, unit = _division(SkinnyConfig(rows, 0, 1), a, arch)
     most, units = steps // unit, arch.compute_units
     resident = [units * i for i in range(1, skinny_gemm.MAX_RESIDENT + 1)]
     splits = sorted({min(max(count // max(tiles, 1), 1), most) for count in (units // 4, units // 2, *resident)})
-    found = [SkinnyConfig(ROWS, split_k, tiles * split_k) for split_k in splits]
-    found += [SkinnyConfig(ROWS, 0, min(count, tiles * most)) for count in resident]
+    found = [SkinnyConfig(rows, split_k, tiles * split_k) for split_k in splits]
+    found += [SkinnyConfig(rows, 0, min(count, tiles * most)) for count in resident]
     return list(dict.fromkeys(found))
 
 
@@ -116,15 +120,15 @@ def _cost(config: SkinnyConfig, a, arch: Arch) -> dict[str, float]:
     (m, n, k), (tiles, steps, unit) = _sizes(a), _division(config, a, arch)
     hbm = arch.bandwidth_gb_s * 1e3
     slices = tiles * config.split_k or config.blocks
-    longest = -(-tiles * steps // (unit * slices)) * unit * STEP * ROWS / 2
+    longest = -(-tiles * steps // (unit * slices)) * unit * STEP * config.rows / 2
     blocks = -(-config.blocks // arch.compute_units)
     terms = {
-        "streaming": LATENCY_US + max(n * k / 2 / hbm, blocks * longest / UNIT_BYTES_PER_US[min(blocks, 3)]),
+        "streaming": LATENCY_US + max(n * k / 2 / hbm, blocks * longest / UNIT_BYTES_PER_US),
         "blocks": blocks * BLOCK_US,
     }
     if config.split_k != 1:
-        of_tile, share = ROWS * m * 4, config.blocks / max(tiles, 1)
-        terms["sharing"] = SHARING_US + share * of_tile / arch.costs.sums_bytes_per_us
+        of_tile, share = config.rows * m * 4, config.blocks / max(tiles, 1)
+        terms["sharing"] = SHARING_US + share / SUMMED_AT_ONCE * SUM_ROUND_US
         terms["partials"] = 2 * config.blocks * of_tile / hbm
     return terms
 
@@ -136,12 +140,12 @@ def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     tokens, division = _kernel_tokens(a, arch), _division(config, a, arch)
     weight = gemm.Operand(a.weight, n, 2 * k, row_stride(a.weight) * a.weight.element_size())
     product = gemm.Product(out, gemm.activations(a.x), weight, scale_b=(a.scale, row_stride(a.scale)), bias=a.bias)
-    partial_bytes = 0 if config.split_k == 1 else config.blocks * 2 * ROWS * tokens * 4
+    partial_bytes = 0 if config.split_k == 1 else config.blocks * 2 * config.rows * tokens * 4
     args = skinny_gemm.arguments(product, division, config.blocks, partial_bytes)
     args["k"] = 2 * k  # bytes of a token
     group = _group(a)
     args["group_shift"] = 31 if group == k else (group // STEP).bit_length() - 1
-    symbol = f"w4a16_gemm_{WIDE_GROUP if _is_wide(a, arch) else STEP}_wave_splitk_{tokens}"
+    symbol = f"w4a16_gemm_{STEP * _steps_at_once(a, arch)}_wave_splitk_{tokens}"
     grid, block = (config.blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1)
     return [Launch("w4a16_gemm", symbol, grid, block, fields("problem", args))]
 
@@ -150,17 +154,17 @@ def _cases() -> Iterator[Case]:
     """Yield every instance, tiles shared by few and many blocks, odd sizes, tails of K, strides, and hard scales."""
     case = case_maker(_inputs)
     for m in (1, 7, 8, 9, 16):
-        yield case(f"m{m}", m, 136, 1024)
+        yield case(f"m{m}", m, 272, 1024)
     for group in (32, 64):
         for m in (3, 16, 17, 32, 33, 64):
             yield case(f"group{group}-m{m}", m, 144, 320, group=group)
-    yield case("tiles", 5, 520, 1536)
+    yield case("tiles", 5, 528, 1536)
     yield case("long-k", 2, 128, 8192, group=32)
-    yield case("one-group", 4, 40, 264, group=264)
-    yield case("one-word", 2, 8, 64, group=32)
-    yield case("shortest-k", 3, 24, 8, group=8)
-    yield case("bias", (2, 3), 264, 512, bias=True)
-    yield case("padded", 5, 72, 512, padding=64)
+    yield case("one-group", 4, 48, 264, group=264)
+    yield case("two-words", 2, 16, 64, group=32)
+    yield case("shortest-k", 3, 48, 8, group=8)
+    yield case("bias", (2, 3), 528, 512, bias=True)
+    yield case("padded", 5, 80, 512, padding=64)
     yield case("scales-extreme", 9, 64, 256, group=32, extreme=True)
     yield case("spikes", 2, 128, 1280, spikes=True)
     yield case("no-tokens", 0, 32, 64, group=32)

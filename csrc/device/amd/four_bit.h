@@ -1,5 +1,6 @@
-// 4-bit values by byte permutes and packed fp32 additions. Static, in vector instructions per value: int4 2.4, or 1.75 in
-// sixteenths; e2m1 2.25, on gfx950 0.5.
+// 4-bit values by byte permutes and fp32 additions. Static, in vector instructions per value: int4 2.9, or 1.75 in
+// sixteenths; e2m1 2.25, on gfx950 0.5. Packed additions would take 2.4 for int4, but a packed instruction waits for the
+// matrix unit.
 #pragma once
 #include "buffer.h"
 #include "mma.h"
@@ -19,18 +20,20 @@ struct Int4 {
   DEVICE static float raised(u32 bytes) {
     return __builtin_bit_cast(float, __builtin_amdgcn_perm(0x4b000000u, bytes, 0x070c0c00u | kAt));
   }
+  DEVICE static u32 lowered(float raised) {
+    u32 bits;
+    asm("v_add_f32 %0, %1, %2" : "=v"(bits) : "s"(-(0x1p23f + 8.0f)), "v"(raised));  // never packed
+    return bits;
+  }
   // Byte kAt of both arguments as a pair of bf16 values.
   template <int kAt>
   DEVICE static u32 pair(u32 low, u32 high) {
-    constexpr float kOffset = -(0x1p23f + 8.0f);
-    const f32x2 numbers = f32x2{raised<kAt>(low), raised<kAt>(high)} + f32x2{kOffset, kOffset};
-    const u32x2 bits = __builtin_bit_cast(u32x2, numbers);
-    return __builtin_amdgcn_perm(bits.y, bits.x, 0x07060302u);
+    return __builtin_amdgcn_perm(lowered(raised<kAt>(high)), lowered(raised<kAt>(low)), 0x07060302u);
   }
 };
 
-// The same number in sixteenths: V_CVT_OFF_F32_I4 converts the lower half of a selected byte, which
-// it takes to be signed. The compiler would shift each byte down.
+// The same number in sixteenths: V_CVT_OFF_F32_I4 converts the lower half of a selected byte, which it takes to be
+// signed. The compiler would shift each byte down.
 struct Int4Sixteenths {
   static constexpr float kUnit = 1.0f / 16;
   DEVICE static u32 pair(float first, float second) {
@@ -126,10 +129,27 @@ DEVICE f32x4 multiply_tile(f32x4 sum, const mma::Weights& weights, u32x4 tokens)
 DEVICE int value_token(int lane, int i) { return lane / 16 * 4 + i; }
 DEVICE constexpr int value_load(int /*i*/) { return 0; }
 
-// A streaming load of a word, as mem::refill.
+// Adds products times a factor, in instructions that are not packed.
+DEVICE void add_scaled(f32x4& sum, f32x4 product, f32x4 factor) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float value = __builtin_fmaf(product[i], factor[i], sum[i]);
+    asm("" : "+v"(value));
+    sum[i] = value;
+  }
+}
+
+#define HAS_INT4_TILES_OF_TOKENS 1  // w4a16_gemm has kernels for up to four tiles of tokens
+
+// A streaming load of a word, or two, as mem::refill.
+constexpr int kNonTemporal = 2;
 DEVICE void refill(u32& word, const mem::Cursor& from, int offset, bool inside) {
-  constexpr int kNonTemporal = 2;
   word = __builtin_amdgcn_raw_buffer_load_b32(from.base, inside ? from.lane_offset : -1, offset, kNonTemporal);
+}
+DEVICE void refill(u32& word, u32& next, const mem::Cursor& from, int offset, bool inside) {
+  const u32x2 words =
+      __builtin_amdgcn_raw_buffer_load_b64(from.base, inside ? from.lane_offset : -1, offset, kNonTemporal);
+  word = words.x, next = words.y;
 }
 
 }  // namespace four_bit

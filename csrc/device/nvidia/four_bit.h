@@ -65,9 +65,17 @@ DEVICE f32x4 multiply_tile(f32x4 sum, const mma::Weights& weights, u32x4 tokens)
 DEVICE int value_token(int lane, int i) { return mma::value_token(lane, i); }
 DEVICE constexpr int value_load(int i) { return i / 2; }
 
-// A streaming load of a word, as mem::refill.
+// Adds products times a factor.
+DEVICE void add_scaled(f32x4& sum, f32x4 product, f32x4 factor) { sum += product * factor; }
+
+// A streaming load of a word, or two, as mem::refill.
 DEVICE void refill(u32& word, const mem::Cursor& from, int offset, bool inside) {
   if (inside) word = mem::load_once<u32>(from.at + offset);
+}
+DEVICE void refill(u32& word, u32& next, const mem::Cursor& from, int offset, bool inside) {
+  if (!inside) return;
+  const u32x2 words = mem::load_once<u32x2>(from.at + offset);
+  word = words.x, next = words.y;
 }
 
 }  // namespace four_bit

@@ -5,8 +5,8 @@
 #include "device/four_bit.h"
 #include "gemm/skinny/tile_operands.h"
 
-// kGroupSteps: 1 for groups of 32 K; 2 for larger ones, each a power of two.
-template <int kGroupSteps>
+// A lane has kWords adjacent words. kGroupSteps: 1 for groups of 32 K and more; 2 from 64 on, each a power of two.
+template <int kGroupSteps, int kWords>
 struct Bf16Int4Columns;
 
 struct GroupedProblem : SkinnyProblem {  // b_row: bytes between K; scale_b_row: elements between groups
@@ -16,19 +16,16 @@ DEVICE void wait_for_arguments(const GroupedProblem& p) {
   wait_for_arguments(static_cast<const SkinnyProblem&>(p), p.group_shift);
 }
 
-template <int kGroupSteps>
-struct TileOperands<Bf16Int4Columns<kGroupSteps>> : TileOperandsBase {
+template <int kGroupSteps, int kWords>
+struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : TileOperandsBase {
   static constexpr bool kGrouped = true;
-  static constexpr int kWordRows = 8, kStepK = mma::kDepth / 2, kLaneK = 8;
-  static constexpr int kRows = kWordRows * mma::kRows, kVec = mem::kPredicates ? 2 : 4;
-  // Four tiles of tokens take so many registers that slices are short, and so much code.
+  static constexpr int kWordRows = 8, kLaneRows = kWords * kWordRows, kStepK = mma::kDepth / 2, kLaneK = 8;
+  static constexpr int kRows = kLaneRows * mma::kRows, kVec = mem::kPredicates ? 2 : 4;
   template <int kTiles>
-  static constexpr int kSliceSteps = kTiles == 4 || mem::kPredicates ? kGroupSteps : 2;
+  static constexpr int kSliceSteps = kGroupSteps;
+  // What the registers hold of two waves per SIMD with one tile of tokens, of one with more.
   template <int kTiles>
-  static constexpr int kStages = mem::kPredicates                  ? 4 / kGroupSteps + 1
-                                 : kTiles == 4                     ? 6
-                                 : kTiles == 1 && kGroupSteps == 2 ? 4
-                                                                   : 3;
+  static constexpr int kStages = mem::kPredicates ? 4 / kGroupSteps + 1 : 2 + kTiles;
   using Problem = GroupedProblem;
 
   struct Tile {
@@ -37,30 +34,30 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps>> : TileOperandsBase {
     int scales_at[mma::kLoads];  // bytes
   };
   struct Weights {
-    u32 word[mma::kLoads][kLaneK];
-    u32x4 scale[mma::kLoads];  // of the rows of a word, in the first step of a group or slice
+    u32 word[mma::kLoads][kWords][kLaneK];
+    u32x4 scale[mma::kLoads][kWords];  // of the rows of a word, in the first step of a slice
   };
   struct Sums {
-    f32x4 value[kWordRows];
+    f32x4 value[kLaneRows];
   };
 
   DEVICE static void assume(const SkinnyProblem& p) {
     __builtin_assume(p.out_type == 0);
-    __builtin_assume(p.n % kWordRows == 0);
+    __builtin_assume(p.n % kLaneRows == 0);
   }
   DEVICE static int value_token(int lane, int i) { return four_bit::value_token(lane, i); }
   DEVICE static int value_row(int lane, int i) { return mma::row(lane, four_bit::value_load(i)); }
 
-  // Lanes past the last word read the last word; their sums are not stored.
+  // Lanes past the last words read the last ones; their sums are not stored.
   DEVICE static Tile tile(const SkinnyProblem& p, int index) {
-    const int lane = wave::lane(), first = index * mma::kRows, words = p.n / kWordRows - first;
+    const int lane = wave::lane(), first = index * mma::kRows, lanes = p.n / kLaneRows - first;
     Tile tile;
-    tile.scales = mem::buffer((const u16*)p.scale_b + first * kWordRows);
+    tile.scales = mem::buffer((const u16*)p.scale_b + first * kLaneRows);
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l) {
-      const int inside = mma::row(lane, l), word = inside < words ? inside : words - 1;
-      tile.weights[l] = mem::cursor(p.b + first * 4, word * 4 + mma::depth(lane) / 2 * p.b_row);
-      tile.scales_at[l] = word * int(sizeof(u32x4));
+      const int inside = mma::row(lane, l), place = inside < lanes ? inside : lanes - 1;
+      tile.weights[l] = mem::cursor(p.b + first * kWords * 4, place * kWords * 4 + mma::depth(lane) / 2 * p.b_row);
+      tile.scales_at[l] = place * kLaneRows * Bf16Scale::kBytes;
     }
     return tile;
   }
@@ -69,14 +66,19 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps>> : TileOperandsBase {
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l)
 #pragma unroll
-      for (int k = 0; k < kLaneK; ++k)
-        four_bit::refill(weights.word[l][k], tile.weights[l], (step * kStepK + k) * p.b_row, inside);
+      for (int k = 0; k < kLaneK; ++k) {
+        const int at = (step * kStepK + k) * p.b_row;
+        if constexpr (kWords == 1) four_bit::refill(weights.word[l][0][k], tile.weights[l], at, inside);
+        else four_bit::refill(weights.word[l][0][k], weights.word[l][1][k], tile.weights[l], at, inside);
+      }
     if (in_slice % kGroupSteps) return;
-    const int group = step >> static_cast<const GroupedProblem&>(p).group_shift;
+    const int group = (step >> static_cast<const GroupedProblem&>(p).group_shift) * p.scale_b_row;
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l)
-      weights.scale[l] =
-          mem::load_or_zero(tile.scales, tile.scales_at[l], group * p.scale_b_row * Bf16Scale::kBytes, inside);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w)
+        weights.scale[l][w] = mem::load_or_zero(tile.scales, tile.scales_at[l] + w * int(sizeof(u32x4)),
+                                                group * Bf16Scale::kBytes, inside);
   }
 
   // Adds a slice's products times their groups' scales.
@@ -87,10 +89,10 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps>> : TileOperandsBase {
   }
   template <int kTiles>
   DEVICE static void add_group(Sums (&sum)[kTiles], const Weights* weights, const u32x4 (*tokens)[kTiles]) {
-    in_order<kWordRows>([&]<int kRow>() __attribute__((always_inline)) { add_rows<kRow>(sum, weights, tokens); });
+    in_order<kLaneRows>([&]<int kRow>() __attribute__((always_inline)) { add_rows<kRow>(sum, weights, tokens); });
   }
 
-  // The same for row kRow of each word.
+  // The same for row kRow of each lane.
   template <int kRow, int kTiles>
   DEVICE static void add_rows(Sums (&sum)[kTiles], const Weights* weights, const u32x4 (*tokens)[kTiles]) {
     mma::Weights row[kGroupSteps];
@@ -99,8 +101,9 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps>> : TileOperandsBase {
     for (int l = 0; l < mma::kLoads; ++l) {
 #pragma unroll
       for (int s = 0; s < kGroupSteps; ++s)
-        row[s].load[l] = four_bit::Int4Columns(weights[s].word[l]).template column<kRow>();
-      const u32 pair = weights->scale[l][kRow / 2];
+        row[s].load[l] =
+            four_bit::Int4Columns(weights[s].word[l][kRow / kWordRows]).template column<kRow % kWordRows>();
+      const u32 pair = weights->scale[l][kRow / kWordRows][kRow % kWordRows / 2];
       scale[l] = Bf16Scale::value(kRow % 2 ? pair >> 16 : pair);
     }
 #pragma unroll
@@ -110,7 +113,7 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps>> : TileOperandsBase {
       for (int s = 0; s < kGroupSteps; ++s) product = four_bit::multiply_tile(product, row[s], tokens[s][t]);
       const f32x4 factor = {scale[four_bit::value_load(0)], scale[four_bit::value_load(1)],
                             scale[four_bit::value_load(2)], scale[four_bit::value_load(3)]};
-      sum[t].value[kRow] += product * factor;
+      four_bit::add_scaled(sum[t].value[kRow], product, factor);
     }
   }
 };

@@ -24,7 +24,7 @@ struct TileOperandsBase {
   template <int kTiles>
   static constexpr int kStages = mma::kStages;
   using Problem = void;  // or other arguments
-  using Tile = void;     // or other addresses than those of weights.h
+  using Tile = void;     // or other addresses of weights
   // Tells the compiler what holds for all arguments.
   DEVICE static void assume(const SkinnyProblem&) {}
   // Token, and row or word of rows, of a lane's value i.

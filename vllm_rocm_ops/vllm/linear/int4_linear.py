@@ -129,8 +129,8 @@ def refusal(config) -> str:
         return "supports no columns in another order (act-order)"
     if config.act_type != torch.bfloat16 or config.out_type not in (None, torch.bfloat16):
         return "supports bfloat16 only"
-    if k % group or group % STEP or group != k and group.bit_count() != 1 or n % IN_WORD:
-        return f"supports groups of a power of two from {STEP} on, or one group, and multiples of {IN_WORD} outputs"
+    if k % group or group % STEP or group != k and group.bit_count() != 1 or n % (2 * IN_WORD):
+        return f"supports groups of a power of two from {STEP} on, or one group, and multiples of {2 * IN_WORD} outputs"
     return ""
 
 
