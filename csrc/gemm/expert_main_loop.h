@@ -1,5 +1,6 @@
 // The main loop of ops/fused_experts.hip, which defines the terms: a wave loads K slices to registers and multiplies them.
 #pragma once
+#include "gemm/expert_operands.h"
 #include "gemm/quantized_rows.h"
 #include "gemm/swiglu.h"
 
@@ -22,17 +23,22 @@ struct ExpertMainLoop {
   static constexpr int kTileOut = kGated ? mma::kRows / 2 : mma::kRows;
   static constexpr bool kBlock = kScales == ScaleGranularity::kBlock, kMx = kScales == ScaleGranularity::kMx;
   static constexpr bool kScalesInLds = kInLds && kScales != ScaleGranularity::kRow;
-  static constexpr int kScalesB = kMx ? 1 : kBlock ? kGated ? 2 : 1 : 4;
-  static constexpr int kBiases = kGated ? 2 : 4 / mma::kValueTokens;  // gated: one gate row and its up row
+  using Operands = ExpertOperands<T>;
+  static constexpr bool kPacked = Operands::kPacked;
+  static constexpr int kWeightSteps = Operands::kWeightSteps, kTokenVecs = Operands::kTokenVecs,
+                       kValueTokens = Operands::kValueTokens;
+  static constexpr int kScalesB = kPacked ? Operands::kValueRows : kMx ? 1 : kBlock ? kGated ? 2 : 1 : 4;
+  static constexpr int kBiases = kGated ? 2 : 4 / kValueTokens;  // gated: one gate row and its up row
 
   using Loaded = typename ScaleRegister<kScales>::Loaded;
 
   struct KSlice {
-    mma::Weights weights[kSliceSteps] = {};
-    u32x4 tokens[kSliceSteps];
-    Loaded scale_a[mma::kValueTokens], scale_b[kScalesB];
-    int tokens_at, scale_a_at[mma::kValueTokens];  // in LDS, with kInLds: byte offsets
-    u32 biases[kBiases];                           // with kBiased: 16 bits each
+    mma::Weights weights[kWeightSteps] = {};
+    u32x4 tokens[kTokenVecs];
+    typename Operands::Scales scales;  // with kPacked
+    Loaded scale_a[kValueTokens], scale_b[kScalesB];
+    int tokens_at, scale_a_at[kValueTokens];  // in LDS, with kInLds: byte offsets
+    u32 biases[kBiases];                      // with kBiased: 16 bits each
   };
   struct TileRows {  // byte offsets of a tile's rows in an expert's weights and scales
     int weights[mma::kLoads], scale_b[kScalesB], biases[kBiases];
@@ -42,7 +48,7 @@ struct ExpertMainLoop {
     mem::Buffer scales_b, biases;
     int scale_b[kScalesB], bias[kBiases];  // bytes
     int token;                             // byte offset of the lane's token; -1 for none
-    int scale_a[mma::kValueTokens];        // byte offsets; -1 for none
+    int scale_a[kValueTokens];             // byte offsets; -1 for none
   };
 
   const Experts& p;
@@ -58,7 +64,7 @@ struct ExpertMainLoop {
     return row < p.n ? row : p.n - 1;
   }
   // Byte stride per byte of K, in steps of 16.
-  DEVICE int spread() const { return mem::kExpertFragments ? p.spread : 1; }
+  DEVICE int spread() const { return mem::kExpertFragments && !kPacked ? p.spread : 1; }
 
   // The 32-element block of a K slice whose scale this lane holds.
   DEVICE int mx_block() const { return kMx ? mma::depth(lane) / 16 : 0; }
@@ -69,6 +75,12 @@ struct ExpertMainLoop {
     if (!mem::kPredicates && p.m == 1) return 0;
     const u32 row = u32(lists.pairs[place] * p.per_slot) >> 20;
     return p.m == 1 ? 0 : row;
+  }
+
+  // Where the lane's bytes of a token begin in a slice.
+  DEVICE int token_depth() const {
+    if constexpr (kPacked) return 2 * Operands::depth(lane, 0);
+    else return mma::depth(lane);
   }
 
   DEVICE TileRows tile_rows(int tile) const {
@@ -83,14 +95,16 @@ struct ExpertMainLoop {
     }
 #pragma unroll
     for (int i = 0; i < kScalesB; ++i) {
-      const int row = row_of(tile, kMx ? mma::row(lane, i) : mma::value_row(kBlock ? 0 : lane, kBlock ? 2 * i : i));
+      const int value = kPacked || kBlock ? 2 * i : i;
+      const int row = row_of(tile, kMx ? mma::row(lane, i) : Operands::value_row(kBlock ? 0 : lane, value));
       rows.scale_b[i] = (kBlock ? row / kScaleBlock : row) * p.scale_b_row + mx_block();
     }
     if constexpr (kBiased) {
 #pragma unroll
       for (int i = 0; i < kBiases; ++i) {
-        const int value = kGated ? wave::index() % 2 + 2 * i : i * mma::kValueTokens;
-        rows.biases[i] = row_of(tile, mma::value_row(lane, value)) * 2;
+        const int row =
+            kGated ? mma::value_row(lane, wave::index() % 2 + 2 * i) : Operands::value_row(lane, i * kValueTokens);
+        rows.biases[i] = row_of(tile, row) * 2;
       }
     }
     return rows;
@@ -117,22 +131,38 @@ struct ExpertMainLoop {
       wave::in_lanes(of_row);  // A 64-bit multiply-add would read an undefined register, and wait for a load to it.
       return kInLds || place <= last ? int(of_row) + in_row : -1;
     };
-    item_tile.token = offset(mma::tile_token(lane), p.token_bytes, mma::depth(lane));
+    item_tile.token = offset(mma::tile_token(lane), p.token_bytes, token_depth());
+    if constexpr (kPacked) return item_tile;
 #pragma unroll
-    for (int i = 0; i < mma::kValueTokens; ++i)
-      item_tile.scale_a[i] = offset(mma::value_token(lane, i), p.scale_a_row, mx_block());
+    for (int i = 0; i < kValueTokens; ++i)
+      item_tile.scale_a[i] = offset(Operands::value_token(lane, i), p.scale_a_row, mx_block());
     return item_tile;
   }
 
   // Loads the K slice from byte k on, weights first; zeros if not `more`.
   DEVICE void load(KSlice& k_slice, const ItemTile& item_tile, int k, bool more) const {
-    const int bytes = more ? p.k - k - mma::depth(lane) : 0;
-#pragma unroll
-    for (int u = 0; u < kSliceSteps; ++u)
+    const int bytes = more ? p.k - k - mma::depth(lane) : 0, left = more ? p.k - k : 0;  // left: with kPacked
+    if constexpr (kPacked) {
 #pragma unroll
       for (int l = 0; l < mma::kLoads; ++l)
-        mem::refill(k_slice.weights[u].load[l], item_tile.weights[l], (k + u * mma::kDepth) * spread(),
-                    u * mma::kDepth < bytes);
+        mem::refill(k_slice.weights[0].load[l], item_tile.weights[l], k / 2, Operands::depth(lane) < left);
+#pragma unroll
+      for (int i = 0; i < Operands::kValueRows; ++i)
+#pragma unroll
+        for (int g = 0; g < Operands::kGroups; ++g) {
+          // Past the last group, where products are zero, its scale: that is a multiplication by no other row's NaN.
+          const int group = k / T::kGroup + g, last = p.k / T::kGroup - 1;
+          k_slice.scales[i][g] = T::Scale::load_or_zero(item_tile.scales_b, item_tile.scale_b[i],
+                                                        (group < last ? group : last) * T::Scale::kBytes, true);
+        }
+    } else {
+#pragma unroll
+      for (int u = 0; u < kSliceSteps; ++u)
+#pragma unroll
+        for (int l = 0; l < mma::kLoads; ++l)
+          mem::refill(k_slice.weights[u].load[l], item_tile.weights[l], (k + u * mma::kDepth) * spread(),
+                      u * mma::kDepth < bytes);
+    }
     if constexpr (kScales != ScaleGranularity::kNone) {
       const int block = kMx ? k / kMxBlock : kBlock ? k / kScaleBlock * 4 : 0;
       const bool there = more && (kScales == ScaleGranularity::kRow || k + mx_block() * kMxBlock < p.k);
@@ -156,7 +186,14 @@ struct ExpertMainLoop {
         k_slice.biases[i] = mem::load_short_or_zero(item_tile.biases, item_tile.bias[i], 0, is_added);
     }
     if constexpr (kInLds) k_slice.tokens_at = item_tile.token + k;
-    else
+    else if constexpr (kPacked) {
+#pragma unroll
+      for (int v = 0; v < kTokenVecs; ++v) {
+        const bool inside = Operands::depth(lane, v) < left && item_tile.token >= 0;
+        k_slice.tokens[v] =
+            packed::load_vec<Operands::kGroups>(mem::buffer(p.tokens), item_tile.token, v, 2 * k, inside);
+      }
+    } else
 #pragma unroll
       for (int u = 0; u < kSliceSteps; ++u)
         k_slice.tokens[u] = mem::load_or_zero(mem::buffer(p.tokens), item_tile.token + u * mma::kDepth, k,
@@ -184,6 +221,10 @@ struct ExpertMainLoop {
   }
 
   DEVICE f32x4 multiply(f32x4 sum, const KSlice& k_slice) const {
+    if constexpr (kPacked) return Operands::multiply(sum, k_slice.weights[0], k_slice.tokens, k_slice.scales);
+    else return multiply_elements(sum, k_slice);
+  }
+  DEVICE f32x4 multiply_elements(f32x4 sum, const KSlice& k_slice) const {
 #ifdef HAS_BLOCK_SCALED_MMA
     if constexpr (kMx) {
       static_assert(kSliceSteps == 2 && mma::kLoads == 1);
@@ -206,8 +247,9 @@ struct ExpertMainLoop {
   // Value i of a tile, once its last K slice, `last`, has been multiplied.
   DEVICE float result(const f32x4& sum, const KSlice& last, int i) const {
     float value = sum[i];
+    if constexpr (kPacked) value *= 1.0f / T::Value::kUnit;
     if constexpr (kScales == ScaleGranularity::kRow) value *= last.scale_a[i % mma::kValueTokens] * last.scale_b[i];
-    if constexpr (kBiased && !kGated) value += bias(last, i / mma::kValueTokens);
+    if constexpr (kBiased && !kGated) value += bias(last, i / kValueTokens);
     return value;
   }
 

@@ -4,6 +4,7 @@
 //     down:     out[token] = sum over the token's pairs of weight * (w2[expert of pair] @ act[pair])
 //
 // Kernels named "clamped" and "biased" add biases to both products, and have the other activations of gemm/swiglu.h.
+// Kernels of INT4 and MXFP4 weights multiply these as bf16 (gemm/expert_operands.h).
 //
 // A pair is a token and an expert it is routed to. Bytes: the weights of the activated experts dominate.
 //
@@ -52,7 +53,10 @@ DEVICE void gate_up(const Experts& p, const SwiGlu& swiglu = {}) {
   auto end_tile = [&](const TileWalk& walk, const f32x4& sum,
                       const typename S::KSlice& last) __attribute__((always_inline)) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[parity][wave::index()][i][main_loop.lane] = main_loop.result(sum, last, i);
+    for (int i = 0; i < 4; ++i)
+      if constexpr (S::kPacked)
+        S::Operands::at(sums[parity][wave::index()], i, main_loop.lane) = main_loop.result(sum, last, i);
+      else sums[parity][wave::index()][i][main_loop.lane] = main_loop.result(sum, last, i);
     block_barrier();  // hazard: the waves' sums are read before they are written
     // Each of the first two waves handles one gate value and one up value per lane.
     const int i = wave::index();
@@ -112,21 +116,21 @@ DEVICE void down(const Experts& p, const void* bias = nullptr) {
       ((u32x4*)behind)[i] = mem::load<u32x4>(p.lists + i);
     block_barrier();  // hazard: lists are read before they are copied
   };
-  auto end_unit = [&](const UnitWalk& walk, const f32x4& sum, const typename S::KSlice& last)
-                      __attribute__((always_inline)) {
-                        const Item item(lists, walk.item());
+  auto end_unit = [&](const UnitWalk& walk, const f32x4& sum,
+                      const typename S::KSlice& last) __attribute__((always_inline)) {
+    const Item item(lists, walk.item());
 #pragma unroll
-                        for (int v = 0; v < mma::kValueTokens; ++v) {
-                          const int place = item.first + mma::value_token(main_loop.lane, v);
-                          if (place >= item.end) continue;
-                          const int pair = lists.pairs[place];
-                          const float weight = p.apply_weights ? lists.router[pair] : 1.0f;
-                          float* of_token = wave_sums + (pair * p.per_slot >> 20) * mma::kRows;
+    for (int v = 0; v < S::kValueTokens; ++v) {
+      const int place = item.first + S::Operands::value_token(main_loop.lane, v);
+      if (place >= item.end) continue;
+      const int pair = lists.pairs[place];
+      const float weight = p.apply_weights ? lists.router[pair] : 1.0f;
+      float* of_token = wave_sums + (pair * p.per_slot >> 20) * mma::kRows;
 #pragma unroll
-                          for (int i = v; i < 4; i += mma::kValueTokens)
-                            of_token[mma::value_row(main_loop.lane, i)] += weight * main_loop.result(sum, last, i);
-                        }
-                      };
+      for (int i = v; i < 4; i += S::kValueTokens)
+        of_token[S::Operands::value_row(main_loop.lane, i)] += weight * main_loop.result(sum, last, i);
+    }
+  };
   const int units = wave::uniform(count) * p.work_per_item;
   main_loop.multiply_all(
       UnitWalk{p, units, of_wave_units.unit}, Item(item, next), rows, ready,
@@ -166,6 +170,7 @@ DEVICE void down(const Experts& p, const void* bias = nullptr) {
   KERNEL((kThreads), 4) fused_experts_down_biased_##kind(Experts experts, const void* bias) {                  \
     down<__VA_ARGS__, void, true>(experts, bias);                                                              \
   }
+#define PACKED(...) Packed<__VA_ARGS__>
 #define QUANTIZING(kind, scales)                                                                               \
   KERNEL((kThreads), 4) fused_experts_down_quant_##kind##_bf16(Experts experts) { down<E4m3, scales, Bf16>(experts); } \
   KERNEL((kThreads), 4) fused_experts_down_quant_##kind##_fp16(Experts experts) { down<E4m3, scales, F16>(experts); }
@@ -174,6 +179,9 @@ INSTANCES(block, E4m3, ScaleGranularity::kBlock)
 INSTANCES(row,   E4m3, ScaleGranularity::kRow)
 INSTANCES(bf16,  Bf16, ScaleGranularity::kNone)
 INSTANCES(fp16,  F16,  ScaleGranularity::kNone)
+INSTANCES(int4_32,  PACKED(four_bit::Int4Sixteenths, Bf16Scale, 32),  ScaleGranularity::kNone)
+INSTANCES(int4_128, PACKED(four_bit::Int4Sixteenths, Bf16Scale, 128), ScaleGranularity::kNone)
+INSTANCES(mxfp4,    PACKED(four_bit::E2m1, E8m0Scale, 32),  ScaleGranularity::kNone)
 QUANTIZING(block,  ScaleGranularity::kBlock)
 QUANTIZING(static, ScaleGranularity::kRow)
 #ifdef HAS_BLOCK_SCALED_MMA

@@ -74,7 +74,9 @@ VENDOR_TOKENS = {
     # These choose the vendor's header.
     r"__AMDGCN__|__NVPTX__|__HIP|__CUDA": (
         "csrc/device/gpu.h",
+        "csrc/device/four_bit.h",
         "csrc/device/tile_mma.h",
+        "csrc/gemm/skinny/packed_tile.h",
         "csrc/gemm/skinny/streamed_tile.h",
         "csrc/attention/operands.h",
     ),

@@ -246,6 +246,14 @@ def mxfp8_scaled_mm(before, after, outputs: tuple) -> Found:
     yield from product(powers(a.a, a.scale_a), powers(a.b, a.scale_b), a.bias, outputs[0])
 
 
+def w4a16_gemm(before, after, outputs: tuple) -> Found:
+    a = before
+    nibbles = torch.stack([a.weight >> 4 * i & 15 for i in range(8)], -1).flatten(1).double() - 8
+    numbers = nibbles * exact(a.scale).repeat_interleave(len(a.weight) // len(a.scale), 0)
+    left, out = exact(a.x).reshape(-1, a.x.shape[-1]), outputs[0]
+    yield from product(left, numbers.t(), a.bias, out.reshape(len(left), -1))
+
+
 def dequantize_int4(before, after, outputs: tuple) -> Found:
     a = before
     raw = a.quantized.contiguous().view(torch.uint8)
@@ -329,10 +337,35 @@ def as_quantized(x: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None,
     return ((groups / unit).clamp(-limit, limit).float().to(dtype).double() * unit).flatten(1)[:, : x.shape[1]]
 
 
+def of_four_bits(packed: Tensor, scale: Tensor) -> Tensor:
+    """Return weights [N, K / 2] of INT4 with bf16 scales, or of E2M1 with E8M0 scales, whose groups follow from the shapes."""
+    n, bytes_ = packed.shape
+    bits = torch.empty(n, 2 * bytes_, dtype=torch.int64, device=packed.device)
+    bits[:, 0::2], bits[:, 1::2] = packed.long() % 16, packed.long() // 16
+    if scale.dtype == torch.bfloat16:
+        values, factors = bits.double() - 8, scale.double()
+    else:
+        exponent, mantissa = bits // 2 % 4, bits % 2
+        values = torch.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * 2.0 ** (exponent - 1))
+        values = torch.where(bits >= 8, -values, values).double()
+        raw = scale.view(torch.uint8).double()
+        factors = torch.where(raw == 255, torch.nan, torch.exp2(raw - 127))
+    return (values.unflatten(1, (scale.shape[1], -1)) * factors[:, :, None]).flatten(1)
+
+
 def fused_experts(before, after, outputs: tuple) -> Found:
     a = before
     scales = a.w1_scale
-    kind = "none" if scales is None else "mx" if scales.element_size() == 1 else "block" if scales.dim() == 3 else "row"
+    packed = a.w1.dtype == torch.uint8
+    kind = (
+        "none"
+        if scales is None or packed
+        else "mx"
+        if scales.element_size() == 1
+        else "block"
+        if scales.dim() == 3
+        else "row"
+    )
     if kind == "block" and tuple(scales.shape[1:]) == (a.w1.shape[1], 1):
         kind = "row"
 
@@ -340,6 +373,8 @@ def fused_experts(before, after, outputs: tuple) -> Found:
         if a.shuffled:
             (n, k), elements = values.shape, 16 // values.element_size()
             values = plain(values.view(n // 16, k // (4 * elements), 4, 16, elements))
+        if packed:
+            return of_four_bits(values, scale)
         if kind == "none":
             return values.double()
         if kind == "mx":
@@ -918,6 +953,7 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "block_scaled_mm": block_scaled_mm,
     "mxfp8_scaled_mm": mxfp8_scaled_mm,
     "unquantized_gemm": unquantized_gemm,
+    "w4a16_gemm": w4a16_gemm,
     "batched_gemm": batched_gemm,
     "batched_gemm_rope": batched_gemm_rope,
     "gemm": gemm,

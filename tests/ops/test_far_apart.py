@@ -56,6 +56,7 @@ BOUNDS = {
     ops.scaled_mm: {("a", 0): 2**25, ("b", 1): 2**25},
     ops.scaled_mm_silu_and_mul_quant: {("a", 0): 2**25},
     ops.unquantized_gemm: {("x", 0): 2**25, ("weight", 0): 2**25},
+    ops.w4a16_gemm: {("x", 0): 2**25, ("weight", 0): 2**28, ("scale", 0): 2**30},  # 2 GB of 8 and 2 rows
 }
 """Strides in bytes that kernels do not take, in a dimension of an argument; others are bound by what they span."""
 

@@ -15,9 +15,10 @@ from vllm_rocm_ops.core.correctness import generator_of, run_and_check, unwritte
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.ops.fused_experts import CLAMPED, TILED_FROM
+from vllm_rocm_ops.ops.fused_experts import TILED_FROM
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
 from vllm_rocm_ops.ops.shared.experts import SCHEMES
+from vllm_rocm_ops.ops.shared.experts_cases import CLAMPED
 
 OP = ops.fused_experts
 

@@ -93,6 +93,10 @@ def compressed(kind: str, weights: dict, inputs: dict) -> dict:
 
 
 TOKEN = compressed("float-quantized", {**ARGUMENTS, "strategy": "channel"}, {**ARGUMENTS, "strategy": "token"})
+INT4_ARGUMENTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+INT4 = compressed("pack-quantized", INT4_ARGUMENTS, {})
+INT4["config_groups"]["group_0"]["input_activations"] = None
+INT4["ignore"] += [r"re:.*(self_attn|shared_expert|[.]gate$|mlp[.](gate|up|gate_up|down)_proj).*"]
 BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 QUANTIZATION = {
     "bf16": None,
@@ -102,11 +106,13 @@ QUANTIZATION = {
     "bounded": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1.5, "modules_to_not_convert": ["lm_head"]},
     "block": {"quant_method": "fp8", **BLOCKS, "ignored_layers": ["lm_head"]},
     "mxfp8": compressed("mxfp8-quantized", MX_ARGUMENTS, MX_ARGUMENTS),
+    "int4": INT4,
+    "int4_plain": None,
 }
 """Quantization flavor -> quantization_config.
 
 `bounded` is per token with an upper bound on the scale, `mixed` per token with experts in bf16, which vLLM's CPU build
-runs.
+runs. `int4` has bf16 layers and experts in INT4, by groups of 32, `int4_plain` the same experts as exact bf16.
 """
 
 STATIC_INPUT_SCALE = {
@@ -334,6 +340,13 @@ def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data.flatten(1), (exponent.squeeze(-1) + 127).to(torch.uint8)
 
 
+def quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight [n, k] as -8 to 7 [n, k / 32, 32], with powers of two as scales, so that bf16 holds the products."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scale = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1) / 7)))
+    return (groups / scale[..., None]).round().clamp(-8, 7), scale.bfloat16()
+
+
 def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.Tensor]:
     """Return the linear layers' weights as e4m3fn, with the scales of the flavor's checkpoints."""
     if flavour == "bf16":
@@ -341,10 +354,21 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
     result, generator = {}, torch.Generator().manual_seed(2)
     for name, weight in weights.items():
         is_linear = "_proj" in name and not re.search(f"eh_proj|{GATES}", name) and weight.dim() > 1
-        if not is_linear or (flavour == "mixed" and ".experts." in name):
+        is_bf16 = flavour == "mixed" if ".experts." in name else flavour.startswith("int4")
+        if not is_linear or is_bf16:
             result[name] = weight
             continue
         stem = name.removesuffix(".weight")
+        if flavour.startswith("int4"):
+            values, scale = quantize_int4(weight)
+            if flavour == "int4_plain":
+                result[name] = (values * scale.float()[..., None]).flatten(1).bfloat16()
+                continue
+            bits = (values + 8).flatten(1).to(torch.int32).unflatten(1, (-1, 8))
+            packed = sum(bits[..., i] << 4 * i for i in range(8))
+            shape = torch.tensor(weight.shape)
+            result |= {f"{stem}.weight_packed": packed, f"{stem}.weight_scale": scale, f"{stem}.weight_shape": shape}
+            continue
         if flavour == "block":
             result[name], result[f"{stem}.weight_scale_inv"] = quantize_blocks(spread_blocks(weight, generator))
             continue

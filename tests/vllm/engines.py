@@ -48,6 +48,11 @@ DELTA_NETS = {
     ("qwen3_5_text", "static"): (38, 72, 119),
     ("qwen3_5_moe_text", "mixed"): (100, 244, 279),
 }
+INT4 = {
+    # Experts in INT4, with the seeds of "mixed": no lead was looked for.
+    ("qwen3_moe", "int4"): (43, 49, 66),
+    ("kimi_k2", "int4"): (72, 75, 169),
+}
 NOT_COMPILED = ("bounded", "online")
 """Kinds that run eagerly only: compiled, they are like "token"."""
 STORED = {"online": "bf16"}
@@ -74,7 +79,8 @@ On CPU vLLM spawns them, which takes long.
 
 def prompts(flavour: tuple[str, str]) -> list[list[int]]:
     """Return the prompts for a model in a flavor."""
-    return prompts_of((FLAVOURS | FAMILIES | DELTA_NETS)[flavour])
+    plain = flavour[0], flavour[1].removesuffix("_plain")
+    return prompts_of((FLAVOURS | FAMILIES | DELTA_NETS | INT4)[plain])
 
 
 def prompts_of(seeds: tuple[int, ...]) -> list[list[int]]:

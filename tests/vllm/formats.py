@@ -34,6 +34,20 @@ def unquantized(shape: tuple[int, int], keys: tuple[str, ...]) -> Callable:
     return dispatch_unquantized_gemm()
 
 
+def int4(shape: tuple[int, int], keys: tuple[str, ...]) -> object:
+    """Return vLLM's kernel for a layer of symmetric INT4 weights in groups of 128; older releases ask for more."""
+    import torch
+    from vllm.model_executor.kernels import linear
+    from vllm.scalar_type import scalar_types
+
+    known = dict.fromkeys(("full_weight_shape", "partition_weight_shape"), shape[::-1])
+    known |= {"weight_type": scalar_types.uint4b8, "act_type": torch.bfloat16, "group_size": 128}
+    of_config = inspect.signature(linear.MPLinearLayerConfig).parameters
+    known |= {name: False for name in ("zero_points", "has_g_idx") if name in of_config}
+    config = linear.MPLinearLayerConfig(**known)
+    return linear.choose_mp_linear_kernel(config)(config, "weight_packed", "weight_scale")
+
+
 class Format(NamedTuple):
     """One format that the plugin serves.
 
@@ -107,6 +121,11 @@ FORMATS = (
         group="INT8 W8A8, symmetric",
         make=int8,
     ),
+    Format(
+        *("INT4 weights, symmetric, BF16 inputs", "w4a16_gemm", "int4", "`compressed-tensors`, `gptq`", "int4"),
+        group="INT4 W4A16, symmetric",
+        make=int4,
+    ),
 )
 GROUPS: dict[str, list[Format]] = {}
 for one in FORMATS:
@@ -142,10 +161,8 @@ REFUSED = {
         },
         "compressed-tensors": compressed("nvfp4-pack-quantized", NVFP4, NVFP4 | {"dynamic": "local"}),
     },
-    "INT4": {
-        "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "INT4 with zero points": {
         "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
-        "compressed-tensors": compressed("pack-quantized", number("int", 4, "group", group_size=128), None),
     },
     "INT8 with zero points": {
         "compressed-tensors": compressed("int-quantized", number("int", 8, "channel"), number("int", 8, "token"), False)
@@ -158,7 +175,6 @@ REFUSED = {
 TABLES_OF_REFUSED = {
     "MXFP4": "_POSSIBLE_MXFP4_KERNELS",
     "NVFP4": "_POSSIBLE_NVFP4_KERNELS",
-    "INT4": "_POSSIBLE_KERNELS",
     "FP8 weights, bf16 inputs": "_POSSIBLE_WFP8A16_KERNELS",
 }
 """vLLM's tables of linear kernels for these formats, in which no seam may insert one."""

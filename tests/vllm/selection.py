@@ -147,8 +147,9 @@ def moe_config(torch, **options):
 
 def experts(torch) -> dict[str, str]:
     """Return the experts of a DeepSeek V3 by quantization, routing and named backend, and those they hold."""
+    from compressed_tensors.quantization import QuantizationArgs
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
-    from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8, unquantized
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16, mxfp8, unquantized
     from vllm.model_executor.layers.quantization import fp8 as method
     from vllm.model_executor.layers.quantization.utils import quant_utils as keys
 
@@ -167,6 +168,8 @@ def experts(torch) -> dict[str, str]:
     add("fp8 dynamic", fp8.select_fp8_moe_backend, config, keys.kFp8StaticTensorSym, keys.kFp8DynamicTensorSym)
     add("mxfp8", mxfp8.select_mxfp8_moe_backend, config)
     add("bf16", unquantized.select_unquantized_moe_backend, config)
+    int4 = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
+    add("int4", int_wna16.select_wna16_moe_backend, config, keys.kInt4Static32, int4, False, False, True)
     custom = moe_config(torch, routing_method=RoutingMethodType.Custom)
     add("fp8 block, custom routing", fp8.select_fp8_moe_backend, custom, *block)
     add("bf16, custom routing", unquantized.select_unquantized_moe_backend, custom)

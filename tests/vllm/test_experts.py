@@ -9,6 +9,7 @@ import frames
 import pytest
 import selection
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from fakes import Fake, by_reference, decide, plugin_wins_up_to, time_choices
 from linears import ask_for_aiter, random
 from torch import Tensor
@@ -23,12 +24,22 @@ from vllm.model_executor.layers.fused_moe.config import (
     RoutingMethodType,
     fp8_w8a8_moe_quant_config,
 )
-from vllm.model_executor.layers.fused_moe.experts import aiter_mxfp8_moe, mxfp8_native_moe, triton_moe
+from vllm.model_executor.layers.fused_moe.experts import (
+    aiter_mxfp8_moe,
+    cpu_moe,
+    marlin_moe,
+    mxfp8_native_moe,
+    triton_moe,
+)
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_wna16,
+)
 from vllm.model_executor.layers.quantization.online import mxfp8
 from vllm.model_executor.layers.quantization.quark import quark, quark_moe
 from vllm.model_executor.layers.quantization.utils import quant_utils
@@ -40,7 +51,7 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.moe import base as experts
-from vllm_rocm_ops.vllm.moe import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts
+from vllm_rocm_ops.vllm.moe import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts, wna16_experts
 from vllm_rocm_ops.vllm.selection import comparison, kernel_selection
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
@@ -53,9 +64,13 @@ KINDS = {
     "static": ("kFp8StaticTensorSym", "kFp8StaticTensorSym"),
     "mx": mxfp8_experts.SCHEME,
     "bf16": (None, None),
+    "int4_32": ("kInt4Static32", None),
+    "int4_128": ("kInt4Static", None),
 }
-ROUTING = [kind for kind in KINDS if kind != "mx"]
+INT4 = "int4_32", "int4_128"
+ROUTING = [kind for kind in KINDS if kind not in ("mx", *INT4)]
 SEAMS = {"bf16": unquantized_experts, "mx": mxfp8_experts}  # the others are fp8_experts
+SEAMS |= dict.fromkeys(INT4, wna16_experts)
 
 pytestmark = pytest.mark.usefixtures("configuration")
 
@@ -78,7 +93,20 @@ def select(kind: str, **options) -> type:
         return unquantized_fused_moe_method.select_unquantized_moe_backend(moe_config=config(**options))[1]
     if kind == "mx":
         return mxfp8.select_mxfp8_moe_backend(config=config(**options))[1]
+    if kind in INT4:
+        return select_int4(kind, **options)[1]
     return fp8.select_fp8_moe_backend(config(**options), *scheme(kind))[1]
+
+
+def select_int4(kind: str, group: int | None = None, zero_points: bool = False, order: str | None = None, **options):
+    """Return the backend and the experts that vLLM selects for a layer of compressed-tensors."""
+    quant = QuantizationArgs(num_bits=4, strategy="group", group_size=group or group_of(kind), actorder=order)
+    select = compressed_tensors_moe_wna16.select_wna16_moe_backend
+    return select(config(**options), scheme(kind)[0], quant, zero_points, False, allow_tile_padding=True)
+
+
+def group_of(kind: str) -> int:
+    return int(kind.removeprefix("int4_"))
 
 
 def supports(monkeypatch, experts_class: type, answer: bool = True) -> None:
@@ -133,6 +161,10 @@ class Layer:
         if kind == "bf16":
             self.quant_config = FusedMoEQuantConfig.make()
             return
+        if kind in INT4:
+            make = int_wna16.make_wna16_moe_quant_config
+            self.quant_config = make(w1_scale, w2_scale, group_size=group_of(kind), num_bits=4)
+            return
         if kind == "mx":
             scales = {"w1_scale": w1_scale, "w2_scale": w2_scale, "is_scale_swizzled": False}
             self.quant_config = FusedMoEQuantConfig.make("mxfp8", **scales, block_shape=[1, 32])
@@ -149,6 +181,13 @@ class Layer:
         if self.kind == "mx":
             values, scale = torch.ops.vllm.mxfp8_quantize(weight, False, 0)
             return values, scale, values.float() * torch.exp2(scale.float() - 127).repeat_interleave(32, -1)
+        if self.kind in INT4:
+            groups = weight.unflatten(2, (-1, group_of(self.kind)))
+            scale = (groups.abs().amax(-1) / 7).bfloat16()
+            values = (groups / scale.float()[..., None]).round().clamp(-8, 7)
+            bits = (values + 8).flatten(2).to(torch.uint8)
+            exact = (values * scale.float()[..., None]).flatten(2)
+            return bits[..., 0::2] | bits[..., 1::2] << 4, scale, exact
         tiles = {"block": (BLOCK, BLOCK), "channel": (1, weight.shape[2])}.get(self.kind, weight.shape[1:])
         split = weight.unflatten(2, (-1, tiles[1])).unflatten(1, (-1, tiles[0]))
         scale = split.abs().amax((2, 4)) / LIMIT
@@ -158,7 +197,7 @@ class Layer:
 
     def rounded(self, x: Tensor, which: int) -> Tensor:
         """Return an input of the first or the second GEMM, rounded as it is quantized."""
-        if self.kind == "bf16":
+        if self.kind in ("bf16", *INT4):
             return x
         if self.kind == "mx":
             values, scale = torch.ops.vllm.mxfp8_quantize(x[None], False, 0)
@@ -191,6 +230,9 @@ def kernel(layer: Layer, experts_class: type, **options):
     if layer.kind == "bf16":
         backend = unquantized.UnquantizedMoeBackend.TRITON
         return unquantized.make_unquantized_moe_kernel(layer.quant_config, config(**options), backend, experts_class)
+    if layer.kind in INT4:
+        backend = int_wna16.WNA16MoEBackend.TRITON
+        return int_wna16.make_wna16_moe_kernel(layer.quant_config, config(**options), experts_class, backend)
     backend = fp8.Fp8MoeBackend.TRITON_MXFP8 if layer.kind == "mx" else fp8.Fp8MoeBackend.TRITON
     return fp8.make_fp8_moe_kernel(layer.quant_config, config(**options), experts_class, backend)
 
@@ -268,7 +310,7 @@ def test_routing_too(kind):
 
 
 @pytest.mark.parametrize("rest", [rest for rest in REST if rest])
-@pytest.mark.parametrize("kind", ["block", "channel", "mx", "bf16"])
+@pytest.mark.parametrize("kind", ["block", "channel", "mx", "bf16", "int4_32"])
 def test_other_activations_and_biases(kind, rest):
     """A layer with biases or another activation equals vLLM's formulas, in experts that route and others."""
     layer, (weights, ids), hidden = Layer(kind, rest), routed(), inputs()
@@ -438,7 +480,7 @@ def baseline(monkeypatch):
             self.calls.append(dict(zip(names, arguments)) | keywords)
             output.fill_(1.0)
 
-    for plugin in fp8_experts.PLUGIN_EXPERTS + mxfp8_experts.PLUGIN_EXPERTS + unquantized_experts.PLUGIN_EXPERTS:
+    for plugin in itertools.chain(*(of.PLUGIN_EXPERTS for of in (fp8_experts, *{*SEAMS.values()}))):
         monkeypatch.setattr(plugin, "baseline_class", staticmethod(lambda: Baseline))
     return Baseline
 
@@ -507,7 +549,9 @@ def test_what_no_kernel_takes_is_vllms(baseline, form, kind, on_input):
 
 
 @pytest.mark.parametrize("tokens", [1, experts.MAX_TOKENS, experts.MAX_TOKENS + 1])
-@pytest.mark.parametrize("form, kind", [*((form, "channel") for form in FORMS), ("modular", "mx")])
+@pytest.mark.parametrize(
+    "form, kind", [*((form, "channel") for form in FORMS), ("modular", "mx"), ("modular", "int4_32")]
+)
 def test_few_tokens_are_served(baseline, monkeypatch, form, kind, tokens):
     """The plugin serves this many tokens where its kernels support them; more go to the baseline experts."""
     by_reference(monkeypatch, ops.fused_experts)
@@ -645,6 +689,7 @@ def test_unsupported_layers_stay_vllms(monkeypatch):
 def test_experts_of_a_named_backend_are_the_baseline(kind, monkeypatch):
     """The plugin keeps those that vLLM selects for it, whatever AITER's switch says. Other backends are vLLM's."""
     holder = mxfp8_native_moe.Mxfp8NativeTritonExperts if kind == "mx" else triton_moe.TritonExperts
+    holder = triton_moe.TritonWNA16Experts if kind in INT4 else holder
     monkeypatch.setattr(holder, "_supports_current_device", staticmethod(lambda: True))
     monkeypatch.setattr(holder, "_supports_quant_scheme", staticmethod(lambda *_: True))
     ask_for_aiter(monkeypatch)
@@ -665,7 +710,41 @@ def test_experts_of_a_named_backend_are_the_baseline(kind, monkeypatch):
             assert select(kind, moe_backend="triton") is holder
 
 
-@pytest.mark.parametrize("kind", ["block", "bf16"])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"group": 64}, "INT4 in groups of 64"),
+        ({"intermediate_size": 144}, "256 and 144 columns in groups of 32"),
+        ({"zero_points": True}, "INT4 with zero points"),
+        ({"in_dtype": torch.float16}, "INT4 weights with torch.float16"),
+        ({"order": "group"}, "group activation ordering is not supported"),
+        ({"is_lora_enabled": True}, None),
+    ],
+)
+def test_int4_layers_are_refused_with_a_reason(options, why, monkeypatch):
+    """They stay vLLM's, which here is asked without its probe of the CPU."""
+    said, cpu = [], cpu_moe.CPUExpertsInt4
+    supports(monkeypatch, cpu)
+    monkeypatch.setattr(wna16_experts, "say_refused", said.append)
+    assert select_int4("int4_32")[1] is wna16_experts.PLUGIN_EXPERTS[0]
+    assert select_int4("int4_32", **options)[1] is not wna16_experts.PLUGIN_EXPERTS[0]
+    assert said == ([why] if why else [])  # LoRA is vLLM's own rule
+
+
+def test_int4_layers_of_another_backend_stay_there(monkeypatch):
+    """On a GPU the plugin's experts keep vLLM's Triton experts; a layer that vLLM gives to another backend stays there."""
+    supports(monkeypatch, triton_moe.TritonWNA16Experts)
+    supports(monkeypatch, marlin_moe.MarlinExperts, answer=False)
+    monkeypatch.setattr(int_wna16, "_get_priority_backends", lambda: [backends.MARLIN, backends.TRITON])
+    monkeypatch.setattr(int_wna16, "check_moe_marlin_supports_config", lambda *_: True)
+    monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
+    backends = int_wna16.WNA16MoEBackend
+    assert select_int4("int4_32") == (backends.TRITON, wna16_experts.PLUGIN_EXPERTS[0])
+    supports(monkeypatch, marlin_moe.MarlinExperts)
+    assert select_int4("int4_32") == (backends.MARLIN, marlin_moe.MarlinExperts)
+
+
+@pytest.mark.parametrize("kind", ["block", "bf16", "int4_32"])
 def test_experts_beside_a_named_backend_serve_what_they_won(baseline, kind, monkeypatch):
     """Before timing all tokens are the named backend's."""
     layer = Layer(kind)

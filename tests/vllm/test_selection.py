@@ -226,11 +226,13 @@ def test_experts_are_served(selected, release, arch, aiter):
     """They come first, hold vLLM's that read weights as loaded, and route unless routing is the model's own.
 
     With AITER enabled by the user, they hold AITER's, and do not route. They hold the ones of a backend that the user names.
-    MX-FP8 experts do not route, and are the plugin's if the GPU supports it.
+    MX-FP8 experts do not route, and are the plugin's if the GPU supports it; AITER has none for INT4.
     """
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
+    assert with_plugin["experts int4"] == f"RocmOpsWna16Experts holds {without['experts int4']}"
     kinds = {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "fp8 dynamic": "Fp8", "bf16": "Unquantized"}
-    for what in [what for what in without if what.startswith("experts") and "mxfp8" not in what and aiter == "1"]:
+    of_aiter = [what for what in without if what.startswith("experts ") and what[8:] not in ("mxfp8", "int4")]
+    for what in of_aiter if aiter == "1" else ():
         name = "Unquantized" if "bf16" in what else "Fp8"
         kept = "Routing" if "named" in what else "Aiter"
         assert with_plugin[what] == f"RocmOps{kept}{name}Experts holds {without[what]}"

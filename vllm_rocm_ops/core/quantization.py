@@ -121,8 +121,35 @@ def mx(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scale[..., 0].to(torch.uint8)
 
 
+def e8m0_numbers(scales: torch.Tensor) -> torch.Tensor:
+    """Return the float64 numbers 2^(s - 127) of E8M0 scales s; 255 is NaN."""
+    exponents = scales.view(torch.uint8).to(torch.float64)
+    return torch.exp2(exponents - 127).masked_fill(exponents == 255, torch.nan)
+
+
 def mx_numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the exact float64 numbers of MX-FP8 values [rows, columns] with scales [rows, columns / 32]; 255 is NaN."""
-    exponents = scales.view(torch.uint8).to(torch.float64)
-    factors = torch.exp2(exponents - 127).masked_fill(exponents == 255, torch.nan)
-    return values.to(torch.float64) * factors.repeat_interleave(MX_BLOCK, 1)
+    return values.to(torch.float64) * e8m0_numbers(scales).repeat_interleave(MX_BLOCK, 1)
+
+
+def packed_bits(values: torch.Tensor) -> torch.Tensor:
+    """Return values [..., columns] of 0 to 15 as bytes [..., columns / 2], the first of two in the lower half."""
+    pairs = values.to(torch.uint8).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def unpacked_bits(packed: torch.Tensor) -> torch.Tensor:
+    """Return the values of `packed_bits`, from bytes or wider integers."""
+    packed = packed.contiguous().view(torch.uint8)
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def int4_numbers(packed: torch.Tensor) -> torch.Tensor:
+    """Return the float64 numbers [..., columns] of INT4 weights [..., columns / 2]: a value less 8."""
+    return unpacked_bits(packed).to(torch.float64) - 8
+
+
+def fp4_numbers(packed: torch.Tensor) -> torch.Tensor:
+    """Return the float64 numbers [..., columns] of E2M1 weights [..., columns / 2]."""
+    magnitudes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float64, device=packed.device)
+    return torch.cat((magnitudes, -magnitudes))[unpacked_bits(packed).to(torch.int64)]

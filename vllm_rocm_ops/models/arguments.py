@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.core.quantization import STATIC
+from vllm_rocm_ops.core.quantization import MX_SCALES, STATIC
 from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.ops.shared.inputs import Inputs
@@ -124,8 +124,8 @@ def experts(
     """
     w1, w2 = (here, 2 * intermediate, hidden), (here, hidden, intermediate)
     scheme = EXPERTS[quantization]
-    make = inputs.scales if torch.float32 in scheme.scales else inputs.exponents
-    scales = [make(*scheme.shape(*size)) if scheme.scaled else None for size in (w1, w2)]
+    make = inputs.exponents if MX_SCALES[0] in scheme.scales else inputs.scales
+    scales = [make(*scheme.shape(*size)).to(scheme.scales[0]) if scheme.scaled else None for size in (w1, w2)]
 
     weights, ids = inputs.scales(tokens, experts).topk(topk)
     expert_map = None
@@ -136,10 +136,12 @@ def experts(
     tokens_dtype = inputs.fp8_dtype if is_quantized else None
     if is_quantized:
         static[0] = inputs.scales(tokens, hidden // BLOCK)
-    values = (
-        inputs.values(tokens, hidden, dtype=tokens_dtype),
-        *(inputs.values(*size, dtype=scheme.weight_dtype(inputs.dtype, inputs.fp8_dtype)) for size in (w1, w2)),
+    dtype = scheme.weight_dtype(inputs.dtype, inputs.fp8_dtype)
+    weights_of = (
+        inputs.bits(*size[:2], size[2] // 2) if scheme.numbers else inputs.values(*size, dtype=dtype)
+        for size in (w1, w2)
     )
+    values = inputs.values(tokens, hidden, dtype=tokens_dtype), *weights_of
     given = *values, weights, ids.int(), inputs.dtype, *scales, *static, expert_map
     if not has_bias and not swiglu:
         return given

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 from vllm_rocm_ops.core.quantization import STATIC, TOKEN
-from vllm_rocm_ops.ops.shared.experts import SCHEMES
+from vllm_rocm_ops.ops.shared.experts import FOUR_BIT, SCHEMES
 
 SHIPPED = Path(__file__).parent
 
 EXPERTS = {TOKEN if name == "channel" else name: scheme for name, scheme in SCHEMES.items()}
-EXPERTS |= {STATIC: SCHEMES["tensor"]}
+EXPERTS |= {STATIC: SCHEMES["tensor"]} | FOUR_BIT
 """The schemes of experts' weights, by the quantization of linear layers; experts of others run in vLLM."""
 
 

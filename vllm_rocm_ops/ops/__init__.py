@@ -28,3 +28,4 @@ from vllm_rocm_ops.ops.standalone.router_loss import *
 from vllm_rocm_ops.ops.standalone.softmax import *
 from vllm_rocm_ops.ops.stream_memory import *
 from vllm_rocm_ops.ops.unquantized_gemm import *
+from vllm_rocm_ops.ops.w4a16_gemm import *

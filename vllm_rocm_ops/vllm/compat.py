@@ -44,6 +44,11 @@ def choose_linear_kernel(config, table: dict, quantization: str) -> type:
     return choose(config, table, **({"quantization": quantization} if asks else {}))
 
 
+def reorders_columns(config) -> bool:
+    """True if a layer of few-bit weights has its columns in another order. From 0.30 on vLLM has no such layers."""
+    return getattr(config, "has_g_idx", False)
+
+
 def linear_backend(quantization: str) -> tuple[str, str]:
     """Return the option that names the backend of a kind of linear layers, and its value. Up to 0.29 one is for all kinds."""
     from vllm.config import get_current_vllm_config_or_none

@@ -20,6 +20,7 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import gated_delta_net_layer as delta_net
 from vllm_rocm_ops.vllm.attention import rope_pre_attention
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, model_queries
+from vllm_rocm_ops.vllm.moe import expert_support
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -69,7 +70,7 @@ def kind_of(module: torch.nn.Module) -> str | None:
         return "norms"
     if "SiluAndMul" in name:
         return "activations"
-    if hasattr(module, "w13_weight"):
+    if expert_support.first_weight(module) is not None:
         return "layers of experts"
     if hasattr(module, "input_size_per_partition"):
         sizes = {(name, getattr(getattr(module, name, None), "itemsize", 0)) for name, _ in LINEARS}

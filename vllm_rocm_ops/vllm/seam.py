@@ -52,6 +52,7 @@ FILES = {
     "rope_and_cache": "attention.rope_and_cache",
     "routing_experts": "moe.routing_experts",
     "unquantized_experts": "moe.unquantized_experts",
+    "wna16_experts": "moe.wna16_experts",
 }
 FILES |= {
     name: f"linear.{name}"

@@ -182,7 +182,7 @@ def call_others(models: list[torch.nn.Module], max_tokens: int, dtype: torch.dty
     left = []
     for name, module in (named for model in models for named in model.named_modules()):
         method, has_experts = getattr(module, "quant_method", None), expert_support.held_by(module) is not None
-        weight = getattr(module, "w13_weight" if has_experts else "weight", None)
+        weight = expert_support.first_weight(module) if has_experts else getattr(module, "weight", None)
         mark = getattr(module, weight_order.MARK, None)
         plugin_serves = has_experts or (mark is not None and not weight_order.STATES[int(mark)][1])
         if not plugin_serves or (weight.shape, weight.dtype) in seen:

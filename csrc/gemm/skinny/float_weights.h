@@ -9,7 +9,7 @@
 struct Bf16Fp32;  // tokens and weights, in this order
 
 template <>
-struct TileOperands<Bf16Fp32> {
+struct TileOperands<Bf16Fp32> : TileOperandsBase {
   static constexpr int kVecs = 2;
   struct Weights {
     u32x4 vec[mma::kLoads][kVecs];

@@ -2,8 +2,38 @@
 #pragma once
 #include "gemm/skinny/problem.h"
 
+// Calls use.operator()<i>() for i from 0 to kCount - 1.
+template <class T, T... kIndex>
+struct Indices {
+  template <class Use>
+  DEVICE static void each(Use use) {
+    (use.template operator()<kIndex>(), ...);
+  }
+};
+template <int kCount, class Use>
+DEVICE void in_order(Use use) {
+  __make_integer_seq<Indices, int, kCount>::each(use);
+}
+
+// Dimensions of a tile and of the pipeline, and the kernel's arguments, which WaveSplitK reads.
+struct TileOperandsBase {
+  static constexpr bool kGrouped = false;  // true if groups of K have scales, which `add` applies
+  static constexpr int kRows = mma::kRows, kVec = 1;
+  template <int kTiles>
+  static constexpr int kSliceSteps = 2;
+  template <int kTiles>
+  static constexpr int kStages = mma::kStages;
+  using Problem = void;  // or other arguments
+  using Tile = void;     // or other addresses of weights
+  // Tells the compiler what holds for all arguments.
+  DEVICE static void assume(const SkinnyProblem&) {}
+  // Token, and row or word of rows, of a lane's value i.
+  DEVICE static int value_token(int lane, int i) { return mma::value_token(lane, i); }
+  DEVICE static int value_row(int lane, int i) { return mma::value_row(lane, i); }
+};
+
 template <class Type>
-struct TileOperands {
+struct TileOperands : TileOperandsBase {
   static constexpr int kVecs = 1;  // 16-byte loads per row and lane
   struct Weights {
     mma::Weights step;

@@ -33,18 +33,23 @@ class Scheme:
     scaled: bool = True
     native: bool = False  # matrix instructions scale groups: whole ones, no static scale, no tiled kernels
     quantizer: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # of tokens, if not to `LIMIT` by float32 scales
+    numbers: Callable[[Tensor], Tensor] | None = None  # of weights with two values in a byte, for tokens of 16 bits
 
     def groups(self, columns: int) -> int:
         """Return the scales of a row."""
         return -(-columns // self.group) if self.group else 1
 
+    def columns(self, k: int) -> int:
+        """Return the columns of a weight whose rows have k elements."""
+        return 2 * k if self.numbers else k
+
     def shape(self, experts: int, n: int, k: int) -> tuple[int, ...]:
-        """Return the shape of the scales of weights [E, N, K]."""
+        """Return the shape of the scales of weights [E, N, K] of K columns."""
         return experts, *(-(-size // shared) for size, shared in ((n, self.rows), (k, self.group)) if shared)
 
     def weight_dtype(self, half: torch.dtype, fp8_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of weights in a model of this 16-bit dtype, on a GPU of this e4m3 dtype."""
-        return next(dtype for dtype in (half, fp8_dtype, *LIMIT) if dtype in self.weights)
+        return next(dtype for dtype in (half, fp8_dtype, *LIMIT, *self.weights) if dtype in self.weights)
 
     def tokens(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return the dtype that tokens of weights of this dtype are quantized to, None if they are not."""
@@ -56,13 +61,14 @@ class Scheme:
 
     def fits(self, weight: torch.Size, dtype: torch.dtype, scale: torch.Size, scale_dtype: torch.dtype) -> bool:
         """True if weights and scales of these shapes and dtypes are scaled this way. A scale per row may have two shapes."""
-        shape, whole = self.shape(*weight), not self.native or weight[2] % self.group == 0
+        k, grouped = self.columns(weight[2]), self.native or self.numbers is not None
+        shape, whole = self.shape(*weight[:2], k), not grouped or k % self.group == 0
         shapes = (shape, (*shape, 1)) if self.rows == 1 and not self.group else (shape,)
         return self.scaled and whole and dtype in self.weights and scale_dtype in self.scales and scale in shapes
 
     def dequantized(self, values: Tensor, scale: Tensor | None, exact: torch.dtype, rows: int | None = None) -> Tensor:
         """Return values [N, K] of one expert times their scales; tokens [M, K] with 1 for `rows`."""
-        values = values.to(exact)
+        values = (self.numbers(values) if self.numbers and rows is None else values).to(exact)
         if scale is None:
             return values
         scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype in MX_SCALES else scale).to(exact)
@@ -98,6 +104,17 @@ SCHEMES = {
     )
 }
 
+_HALF_SCALES = (torch.bfloat16, torch.float16, torch.float64)  # the last of an oracle
+FOUR_BIT = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("int4_32", (torch.uint8,), 1, 32, _HALF_SCALES, numbers=quantization.int4_numbers),
+        Scheme("int4_128", (torch.uint8,), 1, 128, _HALF_SCALES, numbers=quantization.int4_numbers),
+        Scheme("mxfp4", (torch.uint8,), 1, MX_BLOCK, MX_SCALES, numbers=quantization.fp4_numbers),
+    )
+}
+"""Schemes of weights [E, N, K / 2] with two values in a byte, the first in its lower half, multiplied by bf16 tokens."""
+
 
 def scheme_of(weight: Tensor, scale: Tensor | None) -> Scheme:
     """Return how a weight [E, N, K] is scaled, by a scheme for no weights if no row of SCHEMES fits."""
@@ -112,7 +129,18 @@ def weight_of(weights: Tensor, scales: Tensor | None, expert: int, shuffled: boo
 
 @functools.lru_cache
 def _fitting_scheme(*operands: torch.Size | torch.dtype) -> Scheme:
-    return next((scheme for scheme in SCHEMES.values() if scheme.fits(*operands)), Scheme("unknown", ()))
+    known = (*SCHEMES.values(), *FOUR_BIT.values())
+    return next((scheme for scheme in known if scheme.fits(*operands)), Scheme("unknown", ()))
+
+
+def is_packed(weight: Tensor) -> bool:
+    """True if a weight has two values in a byte."""
+    return any(weight.dtype in scheme.weights for scheme in FOUR_BIT.values())
+
+
+def columns_of(weight: Tensor) -> int:
+    """Return K of a weight [E, N, K], or [E, N, K / 2] with two values in a byte."""
+    return weight.shape[2] * (1 + is_packed(weight))
 
 
 def activation_dtype(a) -> torch.dtype | None:
@@ -150,7 +178,7 @@ def swiglu_arguments(a) -> dict[str, object]:
 
 def scale_strides(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:
     """Return the strides of a contiguous scale in elements: between experts, and between rows or blocks of rows."""
-    (experts, _, k), kind = weight.shape, scheme_of(weight, scale)
+    experts, k, kind = len(weight), columns_of(weight), scheme_of(weight, scale)
     return 0 if scale is None else scale.numel() // experts, kind.groups(k) if kind.rows else 0
 
 
@@ -194,17 +222,19 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "hidden, w1, w2", "[M, H], [E, 2 I, H], [E, H, I]", describe(a.hidden), dims
     m, h = a.hidden.shape
     experts, n, _ = a.w1.shape
-    of_8_bits = a.w1.dtype in TOKENS
-    holds = a.w1.shape[2] == h and n % 2 == 0 and (a.w1.dtype in HALVES or of_8_bits)
-    yield "w1", f"bf16, fp16, e4m3, e5m2 or int8 [E, 2 I, H={h}]", describe(a.w1), holds
-    holds = a.w2.shape == (experts, h, n // 2) and a.w2.dtype == a.w1.dtype
-    yield "w2", f"{a.w1.dtype} [E={experts}, H={h}, I={n // 2}]", describe(a.w2), holds
+    of_8_bits, packed = a.w1.dtype in TOKENS, is_packed(a.w1)
+    holds = columns_of(a.w1) == h and n % 2 == 0 and (a.w1.dtype in HALVES or of_8_bits or packed)
+    yield "w1", f"bf16, fp16, e4m3, e5m2 or int8 [E, 2 I, H={h}], or uint8 [E, 2 I, H / 2]", describe(a.w1), holds
+    holds = a.w2.dtype == a.w1.dtype and a.w2.shape[:2] == (experts, h) and columns_of(a.w2) == n // 2
+    half = " / 2" if packed else ""
+    yield "w2", f"{a.w1.dtype} [E={experts}, H={h}, I={n // 2}{half}]", describe(a.w2), holds
     yield "weight_only", "False, unless weights have 8 bits", str(a.weight_only), of_8_bits or not a.weight_only
-    wanted = HALVES if of_8_bits else (a.w1.dtype,)
+    halves = (torch.bfloat16,) if packed else tuple(HALVES)
+    wanted = halves if of_8_bits or packed else (a.w1.dtype,)
     dtype = activation_dtype(a)
     quantized = dtype is not None and a.hidden.dtype == dtype
     yield "hidden", f"{' or '.join(map(str, wanted))} [M, H]", describe(a.hidden), quantized or a.hidden.dtype in wanted
-    yield "out_dtype", "bfloat16 or float16", str(a.out_dtype), a.out_dtype in HALVES
+    yield "out_dtype", " or ".join(map(str, halves)), str(a.out_dtype), a.out_dtype in halves
     holds = a.topk_ids.dim() == 2 and len(a.topk_ids) == m and a.topk_ids.dtype in (torch.int32, torch.int64)
     yield "topk_ids", f"int32 or int64 [M={m}, topk]", describe(a.topk_ids), holds
     # As in vLLM: two weights for one expert and token would be two inputs.
@@ -214,10 +244,12 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield "topk_weights", f"float32 {list(a.topk_ids.shape)}", describe(a.topk_weights), holds
     for name, weight, scale in (("w1_scale", a.w1, a.w1_scale), ("w2_scale", a.w2, a.w2_scale)):
         wanted = "float32 [E] or [E, N] or, unless int8, [E, ceil(N / 128), ceil(K / 128)] or, for e4m3fn, e8m0 or uint8 [E, N, K / 32]"
+        if packed:
+            wanted = "bf16 [E, N, K / 32] or [E, N, K / 128] (INT4), or e8m0 or uint8 [E, N, K / 32] (MXFP4)"
         holds = weight.dtype in scheme_of(weight, scale).weights
-        yield name, wanted if of_8_bits else "None", "None" if scale is None else describe(scale), holds
+        yield name, wanted if of_8_bits or packed else "None", "None" if scale is None else describe(scale), holds
     kind, of_w2 = scheme_of(a.w1, a.w1_scale), scheme_of(a.w2, a.w2_scale)
-    got, same = f"per {kind.name} and per {of_w2.name}", kind.group == of_w2.group
+    got, same = f"per {kind.name} and per {of_w2.name}", kind is of_w2 if packed else kind.group == of_w2.group
     yield "w1_scale and w2_scale", "both or neither per 128x128, or per 1x32", got, same
     if a.hidden_scale is not None or quantized:
         scale = a.hidden_scale
@@ -236,7 +268,8 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
         yield "expert_map", "int32 [global experts], one or more", describe(a.expert_map), holds
     if a.shuffled:
         whole = all(fits(weight.shape[1:], weight.dtype) and weight.is_contiguous() for weight in (a.w1, a.w2))
-        wanted = "False, unless rows of w1 and w2 are multiples of 16, columns of 64 bytes, and both contiguous"
+        whole = whole and not packed
+        wanted = "False with 4-bit weights, or unless rows of w1 and w2 are multiples of 16, columns of 64 bytes, and both contiguous"
         yield "shuffled", wanted, f"True with {describe(a.w1)} and {describe(a.w2)}", whole
     for name, columns in (("w1_bias", n), ("w2_bias", h)):
         if (bias := getattr(a, name)) is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Launch, Workspace, fields
 from vllm_rocm_ops.ops.shared.experts import (
+    columns_of,
     expected_hit,
     expected_tiles,
     intermediate,
@@ -179,7 +180,7 @@ def _product(
     work_per_item: int,
 ) -> Launch:
     """Return the launch of one of the two GEMMs."""
-    experts, rows, k = weight.shape
+    experts, rows, _ = weight.shape
     m, size = a.hidden.shape[0], weight.element_size()
     scale_size = 0 if scale is None else scale.element_size()
     scale_expert, scale_row = (scale_size * n for n in scale_strides(weight, scale))
@@ -206,7 +207,7 @@ def _product(
         "spread": vector // FRAGMENT_BYTES,
         "m": m,
         "n": rows,
-        "k": k * size,
+        "k": columns_of(weight) * size,
         "pairs": m * slots(a),
         "scale_a_row": tokens.scale_row * scale_size,
         "scale_b_row": scale_row,

@@ -79,10 +79,11 @@ def can_implement(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
         if operand.is_shuffled:
             yield f"shuffled {name} is contiguous", operand.tensor.is_contiguous()
         else:
-            yield f"{name}'s rows have one stride, a multiple of 16 bytes below 32 MB", _is_stride(operand.stride)
+            yield f"{name}'s rows have one stride, a multiple of 16 bytes below 32 MB", is_stride(operand.stride)
 
 
-def _is_stride(stride: int | None) -> bool:
+def is_stride(stride: int | None) -> bool:
+    """True if rows may be this many bytes apart."""
     return stride is not None and stride % 16 == 0 and 0 <= stride < 2**25
 
 

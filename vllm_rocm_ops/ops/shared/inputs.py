@@ -30,6 +30,11 @@ class Inputs(NamedTuple):
         """Return e8m0 scales as uint8, from 2^-2 to 2^3."""
         return (self.scales(*shape) * 6 + 122).to(torch.uint8)
 
+    def bits(self, *shape: int) -> Tensor:
+        """Return uniform bytes, of two values of four bits each."""
+        bits = self._tensor(torch.rand, shape, torch.float32)
+        return bits.to(torch.uint8) if bits.is_meta else (bits * 256).to(torch.uint8)
+
     def _tensor(self, random: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.device == "meta":
             return torch.empty(shape, dtype=dtype, device="meta")

@@ -9,15 +9,18 @@ in and out, averaged over the calls.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from vllm_rocm_ops.core.clock import Clock
-from vllm_rocm_ops.core.quantization import BLOCKS, TOKEN, UNQUANTIZED
+from vllm_rocm_ops.core.quantization import BLOCKS, MX_SCALES, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.ops import fused_experts
+from vllm_rocm_ops.ops.shared.experts import FOUR_BIT as FOUR_BIT_SCHEMES
+from vllm_rocm_ops.ops.shared.experts import columns_of
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.tools.bench.baselines import Baseline, of_experts
 from vllm_rocm_ops.tools.bench.baselines import experts as vllm_experts
@@ -64,6 +67,15 @@ SHARES = {
     "gpt-oss-120b": Share(128, 128, 4, 2880, 2880, blocks=False),
     "deepseek-v2-lite": Share(64, 64, 6, 2048, 1408),
 }
+
+
+FOUR_BIT = {
+    "kimi-k2-tp8": (Share(384, 384, 8, 7168, 256), "int4_32"),
+    "qwen3-30b-a3b": (SHARES["qwen3-30b-a3b"], "int4_128"),
+    "qwen3-235b-a22b": (Share(128, 128, 8, 4096, 1536), "int4_128"),
+    "gpt-oss-120b": (SHARES["gpt-oss-120b"], "mxfp4"),
+}
+"""Shares with INT4 or MXFP4 weights and bf16 tokens, and their scheme."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +145,13 @@ def arguments_of(m: int, inputs: Inputs, share: Share, quantization: str) -> tup
     if a.expert_map is not None:
         given["expert_map"] = torch.where(a.expert_map < share.routed, a.expert_map, -1)
     for weight, scale in ((a.w1, a.w1_scale), (a.w2, a.w2_scale)):
-        (weight if scale is None else scale).mul_(weight.shape[2] ** -0.5)
+        factor = columns_of(weight) ** -0.5
+        if quantization in FOUR_BIT_SCHEMES:
+            factor /= FOUR_BIT_SCHEMES[quantization].numbers(torch.arange(256, dtype=torch.uint8)).std().item()
+        if scale is not None and scale.dtype in MX_SCALES:
+            scale.add_(round(math.log2(factor)))
+        else:
+            (weight if scale is None else scale).mul_(factor)
     if quantization == TOKEN:
         given |= {"w1_scale": a.w1_scale[..., None], "w2_scale": a.w2_scale[..., None]}  # vLLM's shape
     return tuple(a._replace(**given))
@@ -144,10 +162,19 @@ def experts(tokens: Iterable[int] = TOKENS, dtype: torch.dtype = torch.float8_e4
     if dtype not in (torch.float8_e4m3fn, torch.bfloat16):
         raise ValueError(f"the dtype of experts' weights must be float8_e4m3fn or bfloat16, got {dtype}")
     for name, share in SHARES.items():
-        sizes = {"topk": share.topk, "known": share.known, "routed": share.routed, "shared": int(share.shared)}
-        sizes |= {"hidden": share.hidden, "intermediate": share.intermediate}
         quantization = UNQUANTIZED if dtype == torch.bfloat16 else BLOCKS if share.blocks else TOKEN
-        for m in tokens:
-            what = f"{name} {m} {'bf16' if dtype == torch.bfloat16 else 'fp8'}"
-            case = made_case(what, torch.bfloat16, arguments_of, m, share, quantization)
-            yield Experts(fused_experts, case, {"m": m} | sizes, group=name, share=share)
+        yield from _calls(name, share, quantization, "bf16" if dtype == torch.bfloat16 else "fp8", tokens)
+
+
+def four_bit_experts(tokens: Iterable[int] = (1, 2, 4, 8, 16, 32, 64)) -> Iterator[Experts]:
+    """Yield the shares with INT4 or MXFP4 weights."""
+    for name, (share, scheme) in FOUR_BIT.items():
+        yield from _calls(name, share, scheme, scheme, tokens)
+
+
+def _calls(name: str, share: Share, quantization: str, kind: str, tokens: Iterable[int]) -> Iterator[Experts]:
+    sizes = {"topk": share.topk, "known": share.known, "routed": share.routed, "shared": int(share.shared)}
+    sizes |= {"hidden": share.hidden, "intermediate": share.intermediate}
+    for m in tokens:
+        case = made_case(f"{name} {m} {kind}", torch.bfloat16, arguments_of, m, share, quantization)
+        yield Experts(fused_experts, case, {"m": m} | sizes, group=name, share=share)

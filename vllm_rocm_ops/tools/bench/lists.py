@@ -12,7 +12,8 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.tools.bench import shapes
 from vllm_rocm_ops.tools.bench.attention import attention
 from vllm_rocm_ops.tools.bench.decode_attention import decode_attention
-from vllm_rocm_ops.tools.bench.experts import experts
+from vllm_rocm_ops.tools.bench.experts import experts, four_bit_experts
+from vllm_rocm_ops.tools.bench.four_bit import four_bit
 from vllm_rocm_ops.tools.bench.gated_delta_net import gated_delta_net
 from vllm_rocm_ops.tools.bench.gemm_dtypes import gemm_dtypes
 
@@ -22,11 +23,13 @@ LISTS: dict[str, Callable[..., Iterable[shapes.Shape]]] = {
     "expert-gates": shapes.expert_gates,
     "linear": shapes.gemm,
     "linear-shuffled": functools.partial(shapes.gemm, shuffled=True),
+    "linear-four-bit": four_bit,
     "gemm-dtypes": gemm_dtypes,
     "routing": shapes.routing,
     "gates": shapes.gates,
     "moe": experts,
     "moe-bf16": functools.partial(experts, dtype=torch.bfloat16),
+    "moe-four-bit": four_bit_experts,
     "attention": attention,
     "attention-fp16": functools.partial(attention, dtype=torch.float16),
     "decode-attention": decode_attention,
@@ -37,6 +40,7 @@ VARIANTS = ("-fp16", "-bf16", "-shuffled")
 KINDS = {
     "rows": "ops",
     "linear": "gemm",
+    "linear-four-bit": "four-bit",
     "gemm-dtypes": "products",
 }  # kinds of results that differ from the list's name
 

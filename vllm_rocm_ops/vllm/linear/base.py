@@ -125,12 +125,12 @@ class HasBaseline:
         """Answer vLLM whether the plugin may quantize the input of the kernel that vLLM would run."""
         return can_keep(vllm_kernel_for(cls, config), cls.table.base_class())
 
-    def keep_baseline(self, *arguments) -> None:
+    def keep_baseline(self, *arguments, **named) -> None:
         """Create and keep the kernel that vLLM would run. It serves alone until the weight's order is known."""
         baseline = vllm_kernel_for(type(self), arguments[0])
-        self.baseline = baseline and baseline(*arguments)
-        named = baseline and named_backend(baseline, self.table.quantization)
-        self.baseline_name = baseline and register_baseline(self.baseline, named)
+        self.baseline = baseline and baseline(*arguments, **named)
+        option = baseline and named_backend(baseline, self.table.quantization)
+        self.baseline_name = baseline and register_baseline(self.baseline, option)
         self.order = None if self.baseline else "plain"
 
 

@@ -287,7 +287,7 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     routed = getattr(runner, "routed_experts", runner)
     made = hidden.new_empty(hidden.shape)
     cls = getattr(routed.quant_method, "experts_cls", None)
-    w1, total = routed.w13_weight, runner.moe_config.num_experts
+    w1, total = expert_support.first_weight(routed), runner.moe_config.num_experts
     topk, quantization = runner.moe_config.experts_per_token, scheme(routed)
     if topk > total:
         raise ValueError(f"{topk} experts per token of {total}")
@@ -311,7 +311,8 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
             chosen = routing_experts.arguments_after_logits(by_vllm.method, by_vllm.topk, total, *by_vllm.groups)
             given["parameters"] = (total, *spelled_routing(chosen))
         step.add(routed, OTHER, logits, None, layer="routing", **given)
-    parameters = (total, w1.shape[0], topk, w1.shape[2], w1.shape[1] // 2, quantization) if is_ours else ()
+    sizes = runner.moe_config.hidden_dim, w1.shape[1] // 2
+    parameters = (total, w1.shape[0], topk, *sizes, quantization) if is_ours else ()
     parameters += rest_of(runner.moe_config) if is_ours else ()
     op = ops.fused_experts.name if is_ours else None
     step.add(routed, EXPERTS_KIND, hidden, made, layer="experts", op=op, parameters=parameters, runs=runs)
@@ -357,11 +358,12 @@ def rest_of(config) -> tuple:
 
 def scheme(routed: torch.nn.Module) -> str | None:
     """Return the quantization of a layer of experts as the plugin's experts know it."""
-    w1 = routed.w13_weight
-    block = getattr(routed, "w13_weight_scale_inv", None)
-    scale = block if block is not None else getattr(routed, "w13_weight_scale", None)
+    w1, names = expert_support.first_weight(routed), ("w13_weight_scale_inv", "w13_weight_scale", "w13_scales")
+    scale = next((given for given in (getattr(routed, name, None) for name in names) if given is not None), None)
     if not isinstance(scale, Tensor):
         return UNQUANTIZED if w1.dtype in HALVES else None
+    if w1.dtype == torch.int32:  # of four-bit weights, before loading ends
+        w1 = w1.view(torch.uint8)
     operands = w1.shape, w1.dtype, scale.shape, scale.dtype
     known = [kind for kind, scheme in EXPERTS.items() if scheme.rows and scheme.fits(*operands)]
     if known:

@@ -34,7 +34,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.quantization import cast
-from vllm_rocm_ops.ops.shared.experts import scheme_of, weight_of
+from vllm_rocm_ops.ops.shared.experts import columns_of, scheme_of, weight_of
 from vllm_rocm_ops.ops.shared.gated import activated
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
@@ -103,6 +103,7 @@ def run(
             w1.shape,
             w2.shape,
             w1.dtype,
+            scheme_of(w1, experts.w1_scale).name,
             out_dtype,
             topk_ids.shape[1],
             expert_map is None,
@@ -136,7 +137,7 @@ class Experts(LayerComparison):
         return 0 if linear_base.asks_for_aiter("fused_moe") else self.limit
 
     def columns(self, layer):
-        return layer[0].shape[2], layer[1].shape[1]
+        return columns_of(layer[0]), layer[1].shape[1]
 
     def describe(self, layer):
         w1, w2, dtype, experts, topk, _, expert_map, _, activation, total = layer
@@ -145,13 +146,14 @@ class Experts(LayerComparison):
         here = f"{len(w1)}" if expert_map is None else f"{len(w1)} of {total}"
         types = kernel_selection.types(w1.dtype, dtype)
         shuffled = " shuffled" * experts.shuffled
-        return f"{here} experts {w1.shape[2]}x{w2.shape[2]} top {topk} {types} scales {kinds}{shuffled}{rest_of(experts, activation)}"
+        return f"{here} experts {columns_of(w1)}x{columns_of(w2)} top {topk} {types} scales {kinds}{shuffled}{rest_of(experts, activation)}"
 
     def work(self, layer, tokens):
         w1, w2, _, _, topk, _, expert_map, *_, total = layer
         pairs = tokens * topk * len(w1) / (len(w1) if expert_map is None else total)
         weights = w1.nbytes + w2.nbytes
-        return weights * min(1.0, pairs / len(w1)), 2.0 * pairs * (w1[0].numel() + w2[0].numel())
+        values = sum(w.shape[1] * columns_of(w) for w in (w1, w2))
+        return weights * min(1.0, pairs / len(w1)), 2.0 * pairs * values
 
     def arguments(self, layer, x, seed):
         *_, topk, ids_dtype, expert_map, _, _, total = layer
@@ -220,7 +222,7 @@ def _rounded(x: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) 
 
 
 def kernel_around(baseline) -> object:
-    """Return vLLM's kernel around its experts."""
+    """Return vLLM's kernel of experts."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 
@@ -257,7 +259,7 @@ def replace(function: Callable, plugin: Callable) -> None:
 
 
 def first_of(candidates: list[type], config, weight_key=None, activation_key=None) -> type | None:
-    """Return the plugin's first class that supports a layer, None if no class does."""
+    """Return the plugin's first class that supports a layer, or None."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
 
     if why := refusal(config.moe_parallel_config):
@@ -317,7 +319,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             super().__init__(moe_config, quant_config)
             baseline = self.baseline_class()
             self.baseline = baseline and baseline(moe_config, copy_of(quant_config))
-            self.kernel = baseline and kernel_around(self.baseline)  # for timing, on tokens outside of vLLM's step
+            self.kernel = baseline and kernel_around(self.baseline)  # for timing
             moves_tokens = moe_config.moe_parallel_config.use_all2all_kernels or moe_config.dp_size > 1
             self.is_fed_as_baseline = moves_tokens
 
@@ -397,7 +399,7 @@ def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
     made.__name__ = made.__qualname__ = name
     made.schemes, made.baseline_class = schemes, staticmethod(lambda: baseline_class(oracle, backend, schemes[0]))
     made.oracle, made.backend = oracle, backend
-    made.beside_aiter = backend.name == "TRITON"  # AITER has experts for the same layers
+    made.beside_aiter = backend.name == "TRITON" and hasattr(type(backend), "AITER")
     made.shuffled = backend.name == "AITER"
     return made
 

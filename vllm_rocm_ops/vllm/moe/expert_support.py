@@ -178,6 +178,12 @@ class Predicates:
         return mask
 
 
+def first_weight(layer: torch.nn.Module) -> Tensor | None:
+    """Return the first weight of a layer of experts, by the names that vLLM's quantizations give it; None of another layer."""
+    names = "w13_weight", "w13_weight_packed", "w13_qweight"
+    return next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
+
+
 def held_by(layer: torch.nn.Module) -> Predicates | None:
     """Return the plugin's experts that a layer holds, None if it has others or none."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)

@@ -67,7 +67,7 @@ def supports(layer: torch.nn.Module) -> bool:
         return False
     if moves_tokens(config):
         return False
-    weight = layer.routed_experts.w13_weight
+    weight = expert_support.first_weight(layer.routed_experts)
     return (
         weight.dtype == fused_quant.QUANT_DTYPE
         and scheme_of(weight, experts.w1_scale).group == BLOCK

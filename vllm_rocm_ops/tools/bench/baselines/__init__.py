@@ -88,6 +88,10 @@ BASELINES: dict[str, dict[str, Baseline]] = {
     "router_gemm_topk": {"linear and top-k": Baseline(gemm.linear_and_topk)},
     **{op.name: {"four launches": Baseline(rows.four_launches(alone))} for alone, (op, _) in EXPERT_GATES.items()},
     "grouped_topk": {"vllm": Baseline(gemm.vllm_grouped_topk, is_there=_has_vllm)},
+    "w4a16_gemm": {
+        "vllm triton": Baseline(gemm.triton_w4a16, is_there=_has_vllm),
+        "vllm marlin": Baseline(gemm.marlin_w4a16, gemm.marlin_weights, _has_vllm),
+    },
     "unquantized_gemm": {"vllm rocm": Baseline(gemm.rocm_unquantized, is_there=_has_vllm_rocm)},
     "flash_attention": {
         "torch": Baseline(attention.torch_dense, shapes=ATTENTION),

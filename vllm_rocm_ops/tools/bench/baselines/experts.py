@@ -1,6 +1,7 @@
 """Call vLLM's fused MoE with the arguments of `fused_experts`.
 
-The forms are its functional `fused_experts` and the engine's modular kernel with `TritonExperts`, all launches included. Both run with
+The forms are its functional `fused_experts` and the engine's modular kernel with `TritonExperts` (`TritonWNA16Experts` for INT4
+weights), all launches included. Both run with
 the tuned tile sizes that vLLM ships for this number of experts or one less, and with vLLM's defaults. A shared expert becomes one more
 global expert that every token lists with weight 1.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.ops.shared.experts import is_plain, scheme_of
+from vllm_rocm_ops.ops.shared.experts import columns_of, is_packed, is_plain, scheme_of
 
 
 def _moe(module: str = ""):
@@ -28,8 +29,12 @@ def _quantization(a):
     workspace = importlib.import_module("vllm.v1.worker.workspace")
     if not workspace.is_workspace_manager_initialized():
         workspace.init_workspace_manager(a.w1.device)
+    if is_packed(a.w1) and torch.bfloat16 in kind.scales:
+        return config.int4_w4a16_moe_quant_config(
+            a.w1_scale, a.w2_scale, w1_zp=None, w2_zp=None, block_shape=[0, kind.group]
+        )
     if torch.float32 not in kind.scales:
-        raise ValueError("it supports float32 scales only")
+        raise ValueError("it supports float32 scales, and INT4 weights, only")
     if not kind.scaled:
         return config.FUSED_MOE_UNQUANTIZED_CONFIG
     scaling = dict.fromkeys(("per_act_token_quant", "per_out_ch_quant"), kind.rows == 1)
@@ -93,7 +98,7 @@ def _settings(tensors: tuple, options: dict):
         num_experts=options["global_num_experts"],
         experts_per_token=ids.shape[1],
         hidden_dim=hidden.shape[1],
-        intermediate_size=w2.shape[2],
+        intermediate_size=columns_of(w2),
         num_local_experts=len(w1),
         num_logical_experts=options["global_num_experts"],
         activation=_moe(".activation").MoEActivation.SILU,
@@ -107,7 +112,8 @@ def _settings(tensors: tuple, options: dict):
 def _kernel(tensors: tuple, options: dict):
     """Create vLLM's modular kernel."""
     without_ranks = _moe(".prepare_finalize").make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
-    experts = _moe(".experts.triton_moe").TritonExperts(_settings(tensors, options), options["quant_config"])
+    name = "TritonWNA16Experts" if is_packed(tensors[1]) else "TritonExperts"
+    experts = getattr(_moe(".experts.triton_moe"), name)(_settings(tensors, options), options["quant_config"])
     return _moe(".modular_kernel").FusedMoEKernel(without_ranks, experts)
 
 
@@ -116,7 +122,7 @@ def tuned(arguments: tuple) -> tuple[str | None, dict[int, dict[str, int]]]:
     a = fused_experts.Arguments(*arguments)
     fused_moe, quantization = _moe(".fused_moe"), _quantization(a)
     for experts in dict.fromkeys((len(a.w1), len(a.w1) - a.shared_experts)):
-        of_file = experts, a.w2.shape[2], quantization.config_name(torch.bfloat16)
+        of_file = experts, columns_of(a.w2), quantization.config_name(torch.bfloat16)
         configs = fused_moe.get_moe_configs(*of_file, *(quantization.block_shape or (None, None)))
         if configs:
             return fused_moe.get_config_file_name(*of_file, quantization.block_shape), configs
@@ -130,7 +136,7 @@ def variants(arguments: tuple) -> dict[str, Callable]:
     """
     tensors, options = prepare(*arguments)
     (hidden, w1, w2, _, ids), quantization = tensors, options["quant_config"]
-    sizes = {"E": len(w1), "N": w2.shape[2], "K": hidden.shape[1], "topk": ids.shape[1]}
+    sizes = {"E": len(w1), "N": columns_of(w2), "K": hidden.shape[1], "topk": ids.shape[1]}
     sizes |= {"dtype": quantization.config_name(torch.bfloat16), "block_shape": quantization.block_shape}
     tiles = {", default tiles": _moe(".fused_moe").get_default_config(len(hidden), **sizes)}
     by_tokens = tuned(arguments)[1]

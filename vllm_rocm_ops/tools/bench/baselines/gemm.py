@@ -120,6 +120,39 @@ def aiter_blocks(a, b, sa, sb, dtype):
     return importlib.import_module("aiter").gemm_a8w8_blockscale(a, b, sa, sb, dtype=dtype)
 
 
+def triton_w4a16(x, weight, scale, bias=None):
+    """Call vLLM's Triton GEMM with INT4 weights."""
+    importlib.import_module("vllm.model_executor.kernels.linear.mixed_precision.triton_w4a16")
+    output = torch.ops.vllm.triton_w4a16_gemm(x, weight, scale, None, len(weight) // len(scale))
+    return output if bias is None else output.add_(bias)
+
+
+def marlin_weights(x, weight, scale, bias=None):
+    """Return vLLM's Marlin kernel, and a layer of the same weights, which it has prepared."""
+    linear = importlib.import_module("vllm.model_executor.kernels.linear")
+    types = importlib.import_module("vllm.scalar_type").scalar_types
+    parameters = importlib.import_module("vllm.model_executor.parameter")
+    (k, words), group = weight.shape, len(weight) // len(scale)
+    sizes = k, 8 * words
+    config = linear.MPLinearLayerConfig(sizes, sizes, types.uint4b8, x.dtype, group, zero_points=False)
+    holds, why = linear.MarlinLinearKernel.can_implement(config)
+    _require(holds, f"a layer that Marlin supports: {why}")
+    shifts = torch.arange(0, 32, 4, device=weight.device, dtype=torch.int32)
+    rows = (weight.unsqueeze(-1) >> shifts & 15).flatten(1).t().reshape(8 * words, k // 8, 8)  # [N, K / 8, 8]
+    layer, given = torch.nn.Module(), {"weight_loader": None, "input_dim": 1, "output_dim": 0}
+    packed = (rows << shifts).sum(-1, dtype=torch.int32)
+    layer.weight = parameters.PackedvLLMParameter(data=packed, packed_dim=1, packed_factor=8, **given)
+    layer.scale = parameters.GroupQuantScaleParameter(data=scale.t().contiguous(), **given)
+    kernel = linear.MarlinLinearKernel(config, "weight", "scale")
+    kernel.process_weights_after_loading(layer)
+    return kernel, layer, x, bias
+
+
+def marlin_w4a16(kernel, layer, x, bias):
+    """Call vLLM's Marlin kernel."""
+    return kernel.apply_weights(layer, x, bias)
+
+
 def rocm_unquantized(x, weight, bias=None):
     """Call vLLM's unquantized linear op for ROCm."""
     importlib.import_module("vllm.model_executor.layers.utils")

@@ -1,0 +1,119 @@
+// bf16 tokens times int4 weights with a bf16 scale per group of K: out = sum over groups of scale * (a @ b), where b is
+// [K, N / 8] words of eight rows, as vLLM's Triton kernel has it, and scales are [groups, N]. A step is 32 K, 64 bytes of
+// a token. A lane's words give each of eight tiles of 16 rows, 8 rows apart, its operand; the tokens serve all of them.
+#pragma once
+#include "device/four_bit.h"
+#include "gemm/skinny/tile_operands.h"
+
+// A lane has kWords adjacent words. kGroupSteps: 1 for groups of 32 K and more; 2 from 64 on, each a power of two.
+template <int kGroupSteps, int kWords>
+struct Bf16Int4Columns;
+
+struct GroupedProblem : SkinnyProblem {  // b_row: bytes between K; scale_b_row: elements between groups
+  int group_shift;                       // a step's group is step >> group_shift
+};
+DEVICE void wait_for_arguments(const GroupedProblem& p) {
+  wait_for_arguments(static_cast<const SkinnyProblem&>(p), p.group_shift);
+}
+
+template <int kGroupSteps, int kWords>
+struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : TileOperandsBase {
+  static constexpr bool kGrouped = true;
+  static constexpr int kWordRows = 8, kLaneRows = kWords * kWordRows, kStepK = mma::kDepth / 2, kLaneK = 8;
+  static constexpr int kRows = kLaneRows * mma::kRows, kVec = mem::kPredicates ? 2 : 4;
+  template <int kTiles>
+  static constexpr int kSliceSteps = kGroupSteps;
+  // What the registers hold of two waves per SIMD with one tile of tokens, of one with more.
+  template <int kTiles>
+  static constexpr int kStages = mem::kPredicates ? 4 / kGroupSteps + 1 : 2 + kTiles;
+  using Problem = GroupedProblem;
+
+  struct Tile {
+    mem::Cursor weights[mma::kLoads];
+    mem::Buffer scales;
+    int scales_at[mma::kLoads];  // bytes
+  };
+  struct Weights {
+    u32 word[mma::kLoads][kWords][kLaneK];
+    u32x4 scale[mma::kLoads][kWords];  // of the rows of a word, in the first step of a slice
+  };
+  struct Sums {
+    f32x4 value[kLaneRows];
+  };
+
+  DEVICE static void assume(const SkinnyProblem& p) {
+    __builtin_assume(p.out_type == 0);
+    __builtin_assume(p.n % kLaneRows == 0);
+  }
+  DEVICE static int value_token(int lane, int i) { return four_bit::value_token(lane, i); }
+  DEVICE static int value_row(int lane, int i) { return mma::row(lane, four_bit::value_load(i)); }
+
+  // Lanes past the last words read the last ones; their sums are not stored.
+  DEVICE static Tile tile(const SkinnyProblem& p, int index) {
+    const int lane = wave::lane(), first = index * mma::kRows, lanes = p.n / kLaneRows - first;
+    Tile tile;
+    tile.scales = mem::buffer((const u16*)p.scale_b + first * kLaneRows);
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l) {
+      const int inside = mma::row(lane, l), place = inside < lanes ? inside : lanes - 1;
+      tile.weights[l] = mem::cursor(p.b + first * kWords * 4, place * kWords * 4 + mma::depth(lane) / 2 * p.b_row);
+      tile.scales_at[l] = place * kLaneRows * Bf16Scale::kBytes;
+    }
+    return tile;
+  }
+  DEVICE static void refill(Weights& weights, const Tile& tile, const SkinnyProblem& p, int step, int in_slice,
+                            bool inside) {
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l)
+#pragma unroll
+      for (int k = 0; k < kLaneK; ++k) {
+        const int at = (step * kStepK + k) * p.b_row;
+        if constexpr (kWords == 1) four_bit::refill(weights.word[l][0][k], tile.weights[l], at, inside);
+        else four_bit::refill(weights.word[l][0][k], weights.word[l][1][k], tile.weights[l], at, inside);
+      }
+    if (in_slice % kGroupSteps) return;
+    const int group = (step >> static_cast<const GroupedProblem&>(p).group_shift) * p.scale_b_row;
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l)
+#pragma unroll
+      for (int w = 0; w < kWords; ++w)
+        weights.scale[l][w] = mem::load_or_zero(tile.scales, tile.scales_at[l] + w * int(sizeof(u32x4)),
+                                                group * Bf16Scale::kBytes, inside);
+  }
+
+  // Adds a slice's products times their groups' scales.
+  template <int kTiles, int kSteps>
+  DEVICE static void add(Sums (&sum)[kTiles], const Weights (&weights)[kSteps], const u32x4 (&tokens)[kSteps][kTiles]) {
+#pragma unroll
+    for (int first = 0; first < kSteps; first += kGroupSteps) add_group(sum, &weights[first], &tokens[first]);
+  }
+  template <int kTiles>
+  DEVICE static void add_group(Sums (&sum)[kTiles], const Weights* weights, const u32x4 (*tokens)[kTiles]) {
+    in_order<kLaneRows>([&]<int kRow>() __attribute__((always_inline)) { add_rows<kRow>(sum, weights, tokens); });
+  }
+
+  // The same for row kRow of each lane.
+  template <int kRow, int kTiles>
+  DEVICE static void add_rows(Sums (&sum)[kTiles], const Weights* weights, const u32x4 (*tokens)[kTiles]) {
+    mma::Weights row[kGroupSteps];
+    float scale[mma::kLoads];
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l) {
+#pragma unroll
+      for (int s = 0; s < kGroupSteps; ++s)
+        row[s].load[l] =
+            four_bit::Int4Columns(weights[s].word[l][kRow / kWordRows]).template column<kRow % kWordRows>();
+      const u32 pair = weights->scale[l][kRow / kWordRows][kRow % kWordRows / 2];
+      scale[l] = Bf16Scale::value(kRow % 2 ? pair >> 16 : pair);
+    }
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      f32x4 product = {};
+#pragma unroll
+      for (int s = 0; s < kGroupSteps; ++s) product = four_bit::multiply_tile(product, row[s], tokens[s][t]);
+      const f32x4 factor = {scale[four_bit::value_load(0)], scale[four_bit::value_load(1)],
+                            scale[four_bit::value_load(2)], scale[four_bit::value_load(3)]};
+      four_bit::add_scaled(sum[t].value[kRow], product, factor);
+    }
+  }
+};

@@ -1,0 +1,24 @@
+"""Test models with experts in INT4 in vLLM's engine: tokens, what the seam takes, and that it can be switched off."""
+
+import checkpoints
+import pytest
+from engines import INT4, STEPS, counted, identity
+
+
+@pytest.fixture(scope="module")
+def answers(engines) -> dict[str, dict]:
+    """Return vLLM's answers with the plugin, and for the plain models without it."""
+    answers = engines.run({identity(flavour): engines.job(flavour) for flavour in INT4})
+    plain = [(model, f"{kind}_plain") for model, kind in INT4]
+    return answers | engines.run({identity(one): engines.job(one) for one in plain}, VLLM_PLUGINS="none")
+
+
+@pytest.mark.parametrize("flavour", INT4, ids=identity)
+def test_tokens_are_those_of_the_plain_model(answers, flavour):
+    """The plain model has the same experts in bf16, which hold INT4 weights times their scales."""
+    found, plain = answers[identity(flavour)], answers[f"{identity(flavour)}_plain"]
+    assert plain["stats"] == {} and found["tokens"] == plain["tokens"]
+    config = checkpoints.LLAMA | checkpoints.FAMILIES[flavour[0]]
+    routed = sum(checkpoints.has_experts(config, layer) for layer in range(config["num_hidden_layers"]))
+    assert counted(found["stats"])["fused_experts"] == routed * STEPS
+    assert found["reach"]["layers of experts"] == {"taken": routed, "missed": {}}

@@ -1,0 +1,227 @@
+"""Multiply bf16 activations and INT4 weights with a scale per group of K; kernels: csrc/ops/w4a16_gemm.hip."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, fields
+from vllm_rocm_ops.core.op import Case, Op, case_maker
+from vllm_rocm_ops.core.quantization import int4_numbers, packed_bits
+from vllm_rocm_ops.core.tensors import aligned, describe, row_stride, rows_of
+from vllm_rocm_ops.ops.shared import gemm, skinny_gemm
+from vllm_rocm_ops.ops.shared.inputs import Inputs
+from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
+
+__all__ = ["w4a16_gemm"]
+
+IN_WORD = 8  # output channels
+STEP = 32  # along K: 64 bytes of a token
+WAVES = 4  # per block, which split K
+TOKENS = {"amd": (16, 32, 64), "nvidia": (8, 16)}  # limits of kernels
+WIDE_GROUP = 64  # from here on a scale serves two steps
+
+# The cost model: weight bytes per microsecond of a compute unit, and microseconds, as timing/ predicts them for Llama-3.3-70B's layers
+# and one token on MI300X.
+UNIT_BYTES_PER_US = 13e3
+LATENCY_US, SHARING_US, BLOCK_US = 2.0, 3.0, 1.3
+SUMMED_AT_ONCE, SUM_ROUND_US = (
+    2,
+    0.3,
+)  # partial sums that a block loads at once (kBlocksAtOnce of csrc/gemm/skinny/epilogue.h)
+
+
+def _sizes(a) -> tuple[int, int, int]:
+    """Return M, N and K."""
+    return rows_of(a.x), IN_WORD * a.weight.shape[1], a.weight.shape[0]
+
+
+def _group(a) -> int:
+    """Return the rows of the weight that share a scale."""
+    return a.weight.shape[0] // max(a.scale.shape[0], 1)
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    holds = a.x.dim() >= 1 and a.x.dtype in gemm.HALVES
+    yield "x", "bfloat16 or float16 [..., K]", describe(a.x), holds
+    k = a.x.shape[-1]
+    holds = a.weight.dtype == torch.int32 and a.weight.dim() == 2 and a.weight.shape[0] == k
+    yield "weight", f"int32 [K={k}, N / 8]", describe(a.weight), holds
+    n = IN_WORD * a.weight.shape[1]
+    holds = a.scale.dtype == a.x.dtype and a.scale.dim() == 2 and a.scale.shape[1] == n and a.scale.shape[0] > 0
+    yield "scale", f"{a.x.dtype} [groups, N={n}]", describe(a.scale), holds
+    yield "scale", f"a number of groups that divides K={k}", describe(a.scale), k % a.scale.shape[0] == 0
+    yield from gemm.bias_contract(a.bias, n, a.x.dtype)
+
+
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    (m, n, k), group, most = _sizes(a), _group(a), TOKENS[arch.vendor][-1]
+    yield "x is bfloat16", a.x.dtype == torch.bfloat16
+    yield f"M is at most {most} on {arch.vendor.upper()}", m <= most
+    yield "N and K are at least 1, N below 2^30, K below 2^24", 0 < n < 2**30 and 0 < k < 2**24
+    is_group = group % STEP == 0 and group.bit_count() == 1 or group == k and k % IN_WORD == 0
+    yield f"N is a multiple of {2 * IN_WORD}", n % (2 * IN_WORD) == 0
+    yield f"groups are a power of two from {STEP} on, or one of a multiple of {IN_WORD}", is_group
+    for name in ("weight", "scale"):
+        rows = getattr(a, name)
+        yield f"{name} has N innermost", rows.shape[1] == 1 or rows.stride(1) == 1
+    yield "rows of weight are 8-byte, of scale 16-byte aligned", aligned(a.weight, 8) and aligned(a.scale)
+    yield (
+        "weight and scale are below 2 GB",
+        all(len(x) * row_stride(x) * x.element_size() < 2**31 for x in (a.weight, a.scale)),
+    )
+    rows = gemm.activations(a.x)
+    yield "rows of x have one stride, a multiple of 16 bytes below 32 MB", gemm.is_stride(rows.stride) and aligned(a.x)
+    yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
+
+
+def _kernel_tokens(a, arch: Arch) -> int:
+    """Return the token limit of the smallest kernel, or of the largest."""
+    limits = TOKENS[arch.vendor]
+    return next((tokens for tokens in limits if tokens >= rows_of(a.x)), limits[-1])
+
+
+def _rows(a, arch: Arch) -> int:
+    """Return the rows of a tile: 16 times one or two words (kRows of csrc/gemm/skinny/int4_weights.h)."""
+    return 16 * IN_WORD * (2 if arch.vendor == "amd" and _kernel_tokens(a, arch) <= 32 else 1)
+
+
+def _steps_at_once(a, arch: Arch) -> int:
+    """Return the steps of a slice (kSliceSteps there), which share a scale."""
+    return 2 if arch.vendor == "nvidia" and _group(a) >= WIDE_GROUP else 1
+
+
+def _division(config: SkinnyConfig, a, arch: Arch) -> tuple[int, int, int]:
+    """Return the tiles, the steps per tile, and the steps per unit, a slice per wave; a block has whole units."""
+    _, n, k = _sizes(a)
+    unit, split_k = WAVES * _steps_at_once(a, arch), config.split_k or 1
+    of_slice = -(-k // (STEP * unit * split_k)) * unit
+    return -(-n // config.rows), of_slice * split_k, of_slice if config.split_k else unit
+
+
+def _configs(a, arch: Arch) -> list[SkinnyConfig]:
+    """Return whole tiles, split-K and stream-K for a half to four blocks per compute unit."""
+    rows = _rows(a, arch)
+    tiles, steps, unit = _division(SkinnyConfig(rows, 0, 1), a, arch)
+    most, units = steps // unit, arch.compute_units
+    resident = [units * i for i in range(1, skinny_gemm.MAX_RESIDENT + 1)]
+    splits = sorted({min(max(count // max(tiles, 1), 1), most) for count in (units // 4, units // 2, *resident)})
+    found = [SkinnyConfig(rows, split_k, tiles * split_k) for split_k in splits]
+    found += [SkinnyConfig(rows, 0, min(count, tiles * most)) for count in resident]
+    return list(dict.fromkeys(found))
+
+
+def _cost(config: SkinnyConfig, a, arch: Arch) -> dict[str, float]:
+    """Return the modeled microseconds of the busiest compute unit; blocks that share tiles add a synchronization and partial sums."""
+    (m, n, k), (tiles, steps, unit) = _sizes(a), _division(config, a, arch)
+    hbm = arch.bandwidth_gb_s * 1e3
+    slices = tiles * config.split_k or config.blocks
+    longest = -(-tiles * steps // (unit * slices)) * unit * STEP * config.rows / 2
+    blocks = -(-config.blocks // arch.compute_units)
+    terms = {
+        "streaming": LATENCY_US + max(n * k / 2 / hbm, blocks * longest / UNIT_BYTES_PER_US),
+        "blocks": blocks * BLOCK_US,
+    }
+    if config.split_k != 1:
+        of_tile, share = config.rows * m * 4, config.blocks / max(tiles, 1)
+        terms["sharing"] = SHARING_US + share / SUMMED_AT_ONCE * SUM_ROUND_US
+        terms["partials"] = 2 * config.blocks * of_tile / hbm
+    return terms
+
+
+def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    m, n, k = _sizes(a)
+    if m == 0:
+        return []
+    tokens, division = _kernel_tokens(a, arch), _division(config, a, arch)
+    weight = gemm.Operand(a.weight, n, 2 * k, row_stride(a.weight) * a.weight.element_size())
+    product = gemm.Product(out, gemm.activations(a.x), weight, scale_b=(a.scale, row_stride(a.scale)), bias=a.bias)
+    partial_bytes = 0 if config.split_k == 1 else config.blocks * 2 * config.rows * tokens * 4
+    args = skinny_gemm.arguments(product, division, config.blocks, partial_bytes)
+    args["k"] = 2 * k  # bytes of a token
+    group = _group(a)
+    args["group_shift"] = 31 if group == k else (group // STEP).bit_length() - 1
+    symbol = f"w4a16_gemm_{STEP * _steps_at_once(a, arch)}_wave_splitk_{tokens}"
+    grid, block = (config.blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1)
+    return [Launch("w4a16_gemm", symbol, grid, block, fields("problem", args))]
+
+
+def _cases() -> Iterator[Case]:
+    """Yield every instance, tiles shared by few and many blocks, odd sizes, tails of K, strides, and hard scales."""
+    case = case_maker(_inputs)
+    for m in (1, 7, 8, 9, 16):
+        yield case(f"m{m}", m, 272, 1024)
+    for group in (32, 64):
+        for m in (3, 16, 17, 32, 33, 64):
+            yield case(f"group{group}-m{m}", m, 144, 320, group=group)
+    yield case("tiles", 5, 528, 1536)
+    yield case("long-k", 2, 128, 8192, group=32)
+    yield case("one-group", 4, 48, 264, group=264)
+    yield case("two-words", 2, 16, 64, group=32)
+    yield case("shortest-k", 3, 48, 8, group=8)
+    yield case("bias", (2, 3), 528, 512, bias=True)
+    yield case("padded", 5, 80, 512, padding=64)
+    yield case("scales-extreme", 9, 64, 256, group=32, extreme=True)
+    yield case("spikes", 2, 128, 1280, spikes=True)
+    yield case("no-tokens", 0, 32, 64, group=32)
+
+
+def _inputs(tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
+    group, padding, dtype = given.get("group", 128), given.get("padding", 0), given.get("dtype", torch.bfloat16)
+    x = torch.randn(*(tokens if isinstance(tokens, tuple) else (tokens,)), k, generator=generator)
+    if given.get("spikes"):
+        x = x * 0.01
+        x[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
+    values = torch.randint(0, 16, (k, n + 2 * IN_WORD * padding), generator=generator)
+    scale = torch.rand(k // group, n + padding, generator=generator) * 0.02 + 0.001
+    if given.get("extreme"):  # zero, subnormal, negative, large and NaN
+        hard = torch.tensor([0.0, 2.0**-133, -1.0, 2.0**100, torch.nan])
+        scale[0, : len(hard)], scale[-1, 8 : 8 + len(hard)] = hard, hard
+    weight = packed_bits(values).view(torch.int32).to(device)[:, : n // IN_WORD]
+    bias = torch.randn(n, generator=generator).to(dtype).to(device) if given.get("bias") else None
+    return gemm.padded(x, padding).to(dtype).to(device)[..., :k], weight, scale.to(dtype).to(device)[:, :n], bias
+
+
+def _linear(tokens: int, inputs: Inputs, n: int, k: int, group: int, *has_bias: bool) -> tuple:
+    """Return a layer's arguments with groups of this size, 0 for one of all."""
+    words = ((inputs.scales(k, n // IN_WORD) - 1.0) * 2.0**32).to(torch.int32)
+    scale = inputs.scales(k // (group or k), n).to(inputs.dtype)
+    return inputs.values(tokens, k), words, scale, *(inputs.values(n) for _ in has_bias)
+
+
+@functools.partial(
+    Op,
+    allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], IN_WORD * a.weight.shape[1])),
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=lambda a: {**dict(zip("mnk", _sizes(a))), "group": _group(a)},
+    cases=_cases,
+    sums=True,
+    linear=_linear,
+)
+def w4a16_gemm(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute x @ (scale * (weight - 8)) + bias; kernels sum in float32 and scale the sums of groups.
+
+    Args:
+        x: [..., K], bf16 or fp16, K innermost; rows may be strided. Kernels take bf16: 64 tokens, on NVIDIA 16.
+        weight: [K, N / 8], int32: eight output channels in a word, the first in its lowest four bits; 0 to 15 for -8 to 7.
+        scale: [K / group, N], x's dtype; kernels take groups of 32, 64, 128 and so on, or a single one.
+        bias: [N], x's dtype, or None.
+
+    Returns:
+        [..., N], x's dtype.
+
+    Source:
+        vLLM's `triton_w4a16_gemm`, whose layout of weights and scales this is.
+    """
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    numbers = int4_numbers(weight).to(exact) * scale.to(exact).repeat_interleave(len(weight) // len(scale), 0)
+    product = x.to(exact) @ numbers
+    return (product if bias is None else product + bias.to(exact)).to(x.dtype)

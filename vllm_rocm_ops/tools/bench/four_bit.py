@@ -1,0 +1,25 @@
+"""Define the shapes of linear layers with INT4 weights: Llama-3.3-70B's on 1 and 8 ranks, with groups of 32 and 128."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.tools.bench.shapes import TOKENS, Shape, beside_float64, made_case
+
+LAYERS = {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}  # N and K
+SPLIT = {"qkv": (8, 1), "o": (1, 8), "gate_up": (8, 1), "down": (1, 8)}  # of N and K on 8 ranks
+GROUPS = (128, 32)
+
+
+def four_bit(tokens: Iterable[int] = TOKENS) -> Iterator[Shape]:
+    """Yield the layers of a decode step on one rank."""
+    for group, tp, (layer, (n, k)), m in itertools.product(GROUPS, (1, 8), LAYERS.items(), tokens):
+        of_n, of_k = SPLIT[layer] if tp == 8 else (1, 1)
+        sizes = m, n // of_n, k // of_k
+        name = f"llama-70b tp{tp} {layer} {'x'.join(map(str, sizes))} group {group}"
+        case = made_case(name, torch.bfloat16, ops.w4a16_gemm.linear, *sizes, group)
+        yield Shape(ops.w4a16_gemm, case, dict(zip("mnk", sizes), group=group), beside_float64)

@@ -1,0 +1,191 @@
+"""Run linear layers of INT4 weights and 16-bit inputs (W4A16, symmetric) by `w4a16_gemm` where it is faster.
+
+compressed-tensors and GPTQ write these weights. On ROCm vLLM runs its Triton kernel, whose prepared layout of weights and
+scales the op reads, so both share them; that kernel serves all other calls (base.py). Other formats are left to vLLM: zero
+points (AWQ), 8 bits, fp16 inputs, columns in another order (act-order), and layers for which vLLM would run another kernel.
+"""
+
+import types
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.core.op import define
+from vllm_rocm_ops.core.quantization import UNQUANTIZED
+from vllm_rocm_ops.vllm import compat, seam
+from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.linear import weight_order
+
+MAX_TOKENS = 32  # default token limit, before timing (kernel_selection.py)
+IN_WORD, STEP = 8, 32  # output channels in a word, the smallest group
+
+
+def int4_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, baseline_name: str) -> Tensor:
+    """Run `w4a16_gemm`, or the baseline, on x [M, K], weight [K, N / 8] and scale [groups, N]."""
+    given = x, weight, scale, bias, baseline_name
+    return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
+
+
+def numbers(weight: Tensor, scale: Tensor, columns: Tensor) -> Tensor:
+    """Return the float32 numbers [K, columns] of output channels."""
+    bits = weight[:, columns // IN_WORD] >> (4 * (columns % IN_WORD)).to(weight.dtype) & 15
+    return (bits.float() - 8) * scale[:, columns].float().repeat_interleave(len(weight) // len(scale), 0)
+
+
+class Int4Linear(linear_base.Linear):
+    """Describe `int4_linear` for timing. A layer: the arguments except x, and x's dtype."""
+
+    op, run, limit = ops.w4a16_gemm, staticmethod(int4_linear), MAX_TOKENS
+    covers = ("weight_packed", 4)
+
+    def choice_of(self, x, weight, scale, bias, baseline_name):
+        key = baseline_name, weight.shape, scale.shape, bias is None
+        return self.choice(key, baseline_name, lambda: (weight, scale, bias, baseline_name, x.dtype), weight, x)
+
+    def baseline(self, x, weight, scale, bias, baseline_name):
+        kernel = linear_base.baseline_named(baseline_name)
+        layer = types.SimpleNamespace(**{kernel.w_q_name: weight, kernel.w_s_name: scale})
+        return kernel.apply_weights(layer, x, bias)
+
+    def op_arguments(self, x, weight, scale, bias, baseline_name):
+        return x, weight, scale, bias
+
+    def columns(self, layer):
+        k, words = layer[0].shape
+        return k, IN_WORD * words
+
+    def work(self, layer, tokens):
+        k, n = self.columns(layer)
+        return layer[0].nbytes + layer[1].nbytes + 2 * tokens * (k + n), 2.0 * tokens * n * k
+
+    def describe(self, layer):
+        weight, scale, bias, _, dtype = layer
+        return self.sizes(layer, dtype, bias=bias) + f" int4 by {len(weight) // len(scale)}"
+
+    def arguments(self, layer, x, seed):
+        return (x, *layer[:-1])
+
+    def exact(self, arguments, x, rows, columns):
+        _, weight, scale, bias, *_ = arguments
+        return x[rows].float() @ numbers(weight, scale, columns) + linear_base.bias_at(bias, columns)
+
+    def layers_of(self, a):
+        return [(a.weight, a.scale, a.bias, None, a.x.dtype)]
+
+    def exact_of(self, a, rows, columns):
+        return self.exact(a, a.x, rows, columns)
+
+
+class Table(linear_base.Table):
+    """vLLM's table of kernels for weights of few bits, which it asks by capability and configuration."""
+
+    chooser = "choose_mp_linear_kernel", ("config", "compute_capability")
+
+    def all_methods(self):
+        return {name: taken for name, taken in super().all_methods().items() if name != "is_supported"}
+
+    def choose(self, config):
+        from vllm.model_executor.kernels import linear
+
+        return linear.choose_mp_linear_kernel(config)
+
+
+COMPARISON = Int4Linear()
+TABLE = Table(
+    "_POSSIBLE_KERNELS",
+    "mixed_precision",
+    "mixed_precision.MPLinearKernel.MPLinearKernel",
+    methods={"__init__": ("c", "w_q_param_name", "w_s_param_name"), "get_min_capability": ()},
+)
+
+
+def _fake(x, weight, scale, bias, baseline_name):
+    return x.new_empty((x.shape[0], IN_WORD * weight.shape[1]))
+
+
+define(int4_linear, _fake)
+
+
+def probe() -> None:
+    """Raise `Unavailable` unless vLLM's kernels for weights of few bits, and its Triton kernel among them, are as expected."""
+    from vllm.model_executor.kernels.linear.mixed_precision import triton_w4a16
+
+    TABLE.probe()
+    seam.require(issubclass(triton_w4a16.TritonW4A16LinearKernel, TABLE.base_class()), "TritonW4A16LinearKernel")
+    names = "a", "b_q", "scales", "qzeros", "group_size", "zp_bias"
+    seam.require_parameters(triton_w4a16.triton_w4a16_gemm, *names)
+
+
+def refusal(config) -> str:
+    """Return why the op does not support a layer, empty if it does."""
+    from vllm.scalar_type import scalar_types
+
+    k, n = config.partition_weight_shape
+    group = k if config.group_size == -1 else config.group_size
+    if config.zero_points or config.weight_type != scalar_types.uint4b8:
+        return "supports symmetric INT4 weights only"
+    if compat.reorders_columns(config):
+        return "supports no columns in another order (act-order)"
+    if config.act_type != torch.bfloat16 or config.out_type not in (None, torch.bfloat16):
+        return "supports bfloat16 only"
+    if k % group or group % STEP or group != k and group.bit_count() != 1 or n % (2 * IN_WORD):
+        return f"supports groups of a power of two from {STEP} on, or one group, and multiples of {2 * IN_WORD} outputs"
+    return ""
+
+
+def install() -> None:
+    """Insert the plugin's kernel first in vLLM's table."""
+    from vllm import envs
+    from vllm.model_executor.kernels.linear.mixed_precision.triton_w4a16 import TritonW4A16LinearKernel as Triton
+
+    class RocmOpsInt4Linear(linear_base.HasBaseline, TABLE.base_class()):
+        """Choose between `w4a16_gemm` and vLLM's Triton kernel. Without one, weights are prepared as for it."""
+
+        table, comparison, quantization = TABLE, COMPARISON, UNQUANTIZED
+
+        @classmethod
+        def get_min_capability(cls):
+            return 0
+
+        @classmethod
+        def can_implement(cls, c):
+            if envs.VLLM_BATCH_INVARIANT:
+                return cls.is_supported()
+            if why := refusal(c):
+                return False, why
+            kept = linear_base.vllm_kernel_for(cls, c)
+            if kept is None:
+                return seam.served_platform() == "cpu", "leaves the layer to vLLM, which has no kernel for many tokens"
+            return issubclass(kept, Triton), f"leaves the layer to {kept.__name__}, whose weights have another layout"
+
+        def __init__(self, c, *names, **named):
+            super().__init__(c, *names, **named)
+            self.keep_baseline(c, *names, **named)
+            self.traits = (0 if c.group_size == -1 else c.group_size,)
+
+        def process_weights_after_loading(self, layer):
+            if self.baseline is None:
+                Triton.process_weights_after_loading(self, layer)
+            else:
+                self.baseline.process_weights_after_loading(layer)
+            weight, scale, _ = self._get_weight_params(layer)
+            k, n = self.config.partition_weight_shape
+            fits = (weight.dtype, weight.shape) == (torch.int32, (k, n // IN_WORD)) and scale.shape[1:] == (n,)
+            weight_order.note_order(self, layer, "plain" if fits and k % len(scale) == 0 else None)
+
+        def apply_weights(self, layer, x, bias=None):
+            if self.order is None or linear_base.baseline_serves(self, x):
+                return self.baseline.apply_weights(layer, x, bias)
+            weight, scale, _ = self._get_weight_params(layer)
+            tokens = x.reshape(-1, x.shape[-1])
+            if self.baseline is None:
+                output = torch.ops.vllm_rocm_ops.w4a16_gemm(tokens, weight, scale, bias)
+            else:
+                output = COMPARISON.call(self, tokens, weight, scale, bias, self.baseline_name)
+            return output.view(*x.shape[:-1], output.shape[-1])
+
+    linear_base.register_first(RocmOpsInt4Linear, TABLE.kernels())
+
+
+SEAM = TABLE.seam(COMPARISON, install=install, probe=probe, platforms=("rocm", "cpu"))

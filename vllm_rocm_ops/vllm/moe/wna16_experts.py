@@ -1,0 +1,96 @@
+"""Run INT4 experts with bf16 tokens by `fused_experts` where it is faster, see base.py.
+
+Weights are symmetric, in groups of 32 or 128, as vLLM's Triton experts get them, which serve all other calls. Layers that
+vLLM gives to another backend, and AWQ's and act-order's, which have no Triton experts or zero points, stay vLLM's.
+"""
+
+import torch
+
+from vllm_rocm_ops.ops.shared.experts import FOUR_BIT
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.moe import base as experts
+from vllm_rocm_ops.vllm.moe.expert_support import say_refused
+
+PLUGIN_EXPERTS: list[type] = []
+"""The plugin's classes, in the order in which they are asked."""
+
+SCHEMES = "kInt4Static", "kInt4Static32"
+"""vLLM's names of the supported weight keys: groups of 32, and all others."""
+
+FACTORY = "make_wna16_moe_kernel"
+
+
+def probe() -> None:
+    """Raise `Unavailable` unless vLLM's selection of WNA16 experts and its factory are as expected."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    given = "config", "weight_key", "quant_config", "may_have_zp", "may_have_bias"
+    experts.probe(int_wna16, "select_wna16_moe_backend", *given)
+    seam.require_parameters(getattr(int_wna16, FACTORY), "moe_quant_config", "moe_config", "experts_cls", "backend")
+    seam.require_parameters(int_wna16._backend_incompatibility_reason, "backend", "moe_config", *given[2:])
+    seam.require("TRITON" in int_wna16.WNA16MoEBackend.__members__, "WNA16MoEBackend.TRITON")
+    seam.require(all(hasattr(quant_utils, key) for key in SCHEMES), " and ".join(SCHEMES))
+    seam.require_parameters(modular_kernel.FusedMoEKernel.__init__, "prepare_finalize", "fused_experts")
+
+
+def unsupported(config, quant_config, may_have_zp: bool) -> str:
+    """Return what the op does not support of a layer's groups and tokens, empty if it supports them."""
+    group, dtype = getattr(quant_config, "group_size", None), config.in_dtype
+    if may_have_zp:
+        return "INT4 with zero points"
+    if not any(group == scheme.group for scheme in FOUR_BIT.values() if torch.bfloat16 in scheme.scales):
+        return f"INT4 in groups of {group}"
+    sizes = config.hidden_dim, config.intermediate_size_per_partition
+    if any(size % group for size in sizes):
+        return f"{' and '.join(map(str, sizes))} columns in groups of {group}"
+    return "" if dtype == torch.bfloat16 else f"INT4 weights with {dtype}"
+
+
+def install() -> None:
+    """Have vLLM ask the plugin's experts first, and make its kernel around them."""
+    from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    backend = int_wna16.WNA16MoEBackend.TRITON
+    schemes = tuple((getattr(quant_utils, key), None) for key in SCHEMES)
+    made = experts.modular("RocmOpsWna16Experts", schemes, int_wna16, backend)
+    PLUGIN_EXPERTS.append(made)
+    select, make = int_wna16.select_wna16_moe_backend, getattr(int_wna16, FACTORY)
+
+    def select_wna16_moe_backend(
+        config, weight_key, quant_config, may_have_zp, may_have_bias, allow_tile_padding=False
+    ):
+        given = quant_config, may_have_zp, may_have_bias, allow_tile_padding
+
+        def vllm_selects() -> tuple:
+            return select(config, weight_key, *given)
+
+        why = unsupported(config, quant_config, may_have_zp)
+        why = why or int_wna16._backend_incompatibility_reason(backend, config, *given)
+        if why:
+            say_refused(why)
+        elif seam.served_platform() == "cpu" or vllm_selects() == (backend, made.baseline_class()):
+            return experts.select(PLUGIN_EXPERTS, vllm_selects, config, weight_key, None)
+        return vllm_selects()
+
+    def make_wna16_moe_kernel(moe_quant_config, moe_config, experts_cls, *others, **more):
+        if experts_cls not in PLUGIN_EXPERTS:
+            return make(moe_quant_config, moe_config, experts_cls, *others, **more)
+        # It asserts classes of its own.
+        vllm_class = int_wna16.backend_to_kernel_cls(backend)[0]
+        kernel = make(moe_quant_config, moe_config, vllm_class, *others, **more)
+        return type(kernel)(kernel.prepare_finalize, experts_cls(moe_config, moe_quant_config))
+
+    experts.replace(select, select_wna16_moe_backend)
+    experts.replace(make, make_wna16_moe_kernel)
+
+
+SEAM = seam.Seam(
+    name="wna16_experts",
+    replaces="select_wna16_moe_backend of fused_moe/oracle/int_wna16.py",
+    probe=probe,
+    install=install,
+    ops=("fused_experts",),
+)
