@@ -298,7 +298,7 @@ FULL_GRAPHS = {
     },
     "mla/rocm_aiter_mla": {"UNIFORM_BATCH": RELEASES},
 }
-"""Attention backend -> the releases whose full graphs hold such batches. With drafts, those of single tokens make graphs piecewise."""
+"""Attention backend -> the releases whose full graphs hold such batches. With drafts, single tokens make graphs piecewise."""
 
 
 @pytest.mark.parametrize("release", RELEASES)
