@@ -67,7 +67,7 @@ def test_fixed_splits_have_the_same_bits_whatever_the_block_table_has_room_for(t
 
 
 def test_fixed_splits_of_latents_are_combined_alike_in_any_batch():
-    """Where requests fill the GPU, waves add all splits of their elements, in another order, but not of fixed splits."""
+    """Waves that fill the GPU add all splits of their elements, in another order, but not if splits are fixed."""
     of_op, arch, found = importlib.import_module("vllm_rocm_ops.ops.mla_decode"), Emulator("gfx942").arch, {}
     for size in (0, 128):
         for requests in (1, 100):
