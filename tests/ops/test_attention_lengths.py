@@ -66,6 +66,19 @@ def test_fixed_splits_have_the_same_bits_whatever_the_block_table_has_room_for(t
     assert all(map(torch.equal, narrow, wide))
 
 
+def test_fixed_splits_of_latents_are_combined_alike_in_any_batch():
+    """Waves that fill the GPU add all splits of their elements, in another order, but not if splits are fixed."""
+    of_op, arch, found = importlib.import_module("vllm_rocm_ops.ops.mla_decode"), Emulator("gfx942").arch, {}
+    for size in (0, 128):
+        for requests in (1, 100):
+            given = {"fixed_split_size": size, "wider": 50}
+            case = Case("many", functools.partial(of_op._inputs, (1500,) * requests, 2, given))
+            a = ops.mla_decode.Arguments(*case.make("meta", torch.Generator(), arch.fp8_dtype))
+            config = of_op._configs(a, arch)[-1]
+            found[size, requests] = ops.mla_decode.plan(config, ops.mla_decode.allocate(a), a, arch)[-1].grid[1]
+    assert found[128, 1] == found[128, 100] and found[0, 1] != found[0, 100]
+
+
 @pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=full)])
 @pytest.mark.parametrize("name", SHORTER)
 def test_thousands_of_keys_and_many_requests(name, arch):

@@ -174,7 +174,7 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
     shared = decode.problem_arguments(config, a, a.q_nope, _layout(a), *both, outputs, packed_rows, counts=is_counted)
     combine_blocks = packed_rows * LATENT // 4 // arch.wave_lanes
     fill_gpu = arch.vendor == "amd" and blocks * combine_blocks > COMBINE_BLOCKS * arch.compute_units
-    if config.num_kv_splits <= WAVES or fill_gpu:
+    if config.num_kv_splits <= WAVES or (fill_gpu and not a.fixed_split_size):  # the order of sums changes bits
         combine_blocks //= WAVES  # each wave has its own elements, of all splits
     if config.even:
         combine_blocks = min(combine_blocks, max(EVEN_COMBINE_BLOCKS // blocks, 1))
