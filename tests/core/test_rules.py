@@ -123,6 +123,7 @@ BYTES = 2**25  # the shortest row length in bytes that is too long
 BREACHES = [
     # GEMMs
     Breach("K is a multiple of 8", "batched_gemm/bf16-m1", x=[1, 2, 516], weights=[2, 516, 128]),
+    Breach("N is a multiple of 16", "w4a16_gemm/m1", weight=at((1024, 33), 34, 1), scale=at((8, 264), 272, 1)),
     Breach("N is a multiple of 64 for weights", "batched_gemm/bf16-transposed-m1", weights=[2, 128, 72]),
     Breach("N is a multiple of 64 for weights", "batched_gemm_rope/bf16-m1", weights=[2, 128, 72]),
     Breach("N is at least 1", "block_scaled_mm/m1", a=(1, 16), b=(2**30, 16), scale_a=(1, 1), scale_b=(2**23, 1)),

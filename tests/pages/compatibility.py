@@ -226,7 +226,8 @@ def format_table() -> str:
         # On CPU vLLM's own op multiplies what is not quantized.
         is_run = {"linear": one.flavour in of_all - {"bf16"}, "MoE": one.flavour in routed}
         for kind, what in layers_of(one).items():
-            rows += layer_rows((one.title, one.written, kind), what, "tested" if is_run[kind] else "not run", one)
+            written = one.written_experts if kind == "MoE" and one.written_experts else one.written
+            rows += layer_rows((one.title, written, kind), what, "tested" if is_run[kind] else "not run", one)
     for name, (what, on_cpu) in ATTENTION.items():
         rows += layer_rows(("BF16, FP16; FP8 KV cache", "", name), what, on_cpu)
     header = ("format", "`quant_method`", "layer", "GPU", "plugin", "baseline", "baseline with AITER", "engine on CPU")

@@ -63,6 +63,7 @@ class Format(NamedTuple):
         group: Its row in README's support matrix, by default its own.
         needs: What an architecture must have (core/arch.py).
         make: Makes vLLM's kernel for a layer.
+        written_experts: The quant_methods of checkpoints with experts, by default as `written`.
     """
 
     title: str
@@ -76,6 +77,7 @@ class Format(NamedTuple):
     group: str = ""
     needs: str = ""
     make: Callable = kernel_by("init_fp8_linear_kernel")
+    written_experts: str = ""
 
     def kernel(self, n: int, k: int) -> object:
         """Return the kernel that vLLM makes for a layer."""
@@ -125,6 +127,7 @@ FORMATS = (
         *("INT4 weights, symmetric, BF16 inputs", "w4a16_gemm", "int4", "`compressed-tensors`, `gptq`", "int4"),
         group="INT4 W4A16, symmetric",
         make=int4,
+        written_experts="`compressed-tensors`; `gptq` by `--quantization moe_wna16`",
     ),
 )
 GROUPS: dict[str, list[Format]] = {}

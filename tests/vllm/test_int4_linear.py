@@ -138,7 +138,7 @@ def test_kernels_serve_where_ours_won(make):
     decide(bytes([0]) + bytes([1]) * MANY)
     with launch.executor(Emulator("gfx942")):
         output = kernel.apply_weights(layer, x[:FEW], bias)
-        assert vllm_rocm_ops.stats()["w4a16_gemm"] == {"w4a16_gemm_64_wave_splitk_16": 1}
+        assert vllm_rocm_ops.stats()["w4a16_gemm"] == {"w4a16_gemm_32_wave_splitk_16": 1}
         torch.testing.assert_close(output, wanted[:FEW], rtol=2**-7, atol=1e-3)
         kernel.apply_weights(layer, x, bias)
     assert kernel.baseline.calls == [MANY, MANY]

@@ -172,7 +172,7 @@ def whole_numbers(the_op: Op, arguments: tuple, generator: torch.Generator) -> t
 
     If SwiGLU and a quantization follow, most sums have more bits than a 16-bit float, and few results are beyond the largest value.
     """
-    is_gated = not the_op.product
+    is_gated = not the_op.product and "scale_a" in the_op.Arguments._fields
     most = 15 if is_gated else 3
 
     def small(value: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ TABLE = Table(
     "_POSSIBLE_KERNELS",
     "mixed_precision",
     "mixed_precision.MPLinearKernel.MPLinearKernel",
-    methods={"__init__": ("c", "w_q_param_name", "w_s_param_name"), "get_min_capability": ()},
+    methods={"__init__": ("c", "w_q_param_name", "w_s_param_name"), "_get_weight_params": ("layer",)},
 )
 
 
