@@ -82,11 +82,13 @@ SPARSE_BLOCKS = ("mixtral", "minimax_m2")
 
 ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True}
 MX_ARGUMENTS = {**ARGUMENTS, "strategy": "group", "group_size": GROUP, "scale_dtype": "torch.uint8"}
+INT4_ARGUMENTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 
 
-def compressed(kind: str, weights: dict, inputs: dict) -> dict:
+def compressed(kind: str, weights: dict, inputs: dict | None) -> dict:
     """Return the configuration of a checkpoint by compressed-tensors."""
-    both = {"weights": {**weights, "dynamic": False}, "input_activations": {**inputs, "dynamic": True}}
+    dynamic = None if inputs is None else {**inputs, "dynamic": True}
+    both = {"weights": {**weights, "dynamic": False}, "input_activations": dynamic}
     groups = {"group_0": {"targets": ["Linear"], **both, "output_activations": None}}
     found = {"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed"}
     return {**found, "ignore": ["lm_head"], "config_groups": groups}
@@ -102,6 +104,7 @@ QUANTIZATION = {
     "bounded": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1.5, "modules_to_not_convert": ["lm_head"]},
     "block": {"quant_method": "fp8", **BLOCKS, "ignored_layers": ["lm_head"]},
     "mxfp8": compressed("mxfp8-quantized", MX_ARGUMENTS, MX_ARGUMENTS),
+    "int4": compressed("pack-quantized", INT4_ARGUMENTS, None),
 }
 """Quantization flavor -> quantization_config.
 
@@ -334,8 +337,17 @@ def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data.flatten(1), (exponent.squeeze(-1) + 127).to(torch.uint8)
 
 
+def pack(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a weight [n, k] as words of eight values of 0 to 15, for -8 to 7, with a scale per 32 of k, and its shape."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scale = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16()
+    values = ((groups / scale.float()).round().clamp(-8, 7) + 8).to(torch.int32).flatten(1).unflatten(1, (-1, 8))
+    words = (values << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    return {"weight_packed": words, "weight_scale": scale.squeeze(-1), "weight_shape": torch.tensor(weight.shape)}
+
+
 def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.Tensor]:
-    """Return the linear layers' weights as e4m3fn, with the scales of the flavor's checkpoints."""
+    """Return the linear layers' weights as e4m3fn or int4, with the scales of the flavor's checkpoints."""
     if flavour == "bf16":
         return weights
     result, generator = {}, torch.Generator().manual_seed(2)
@@ -347,6 +359,9 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
         stem = name.removesuffix(".weight")
         if flavour == "block":
             result[name], result[f"{stem}.weight_scale_inv"] = quantize_blocks(spread_blocks(weight, generator))
+            continue
+        if flavour == "int4":
+            result |= {f"{stem}.{of}": value for of, value in pack(weight).items()}
             continue
         if flavour == "mxfp8":
             result[name], result[f"{stem}.weight_scale"] = quantize_groups(weight)

@@ -21,6 +21,7 @@ FLAVOURS = {
     ("llama", "bounded"): (100, 413, 640),
     ("llama", "block"): (7, 83, 193),
     ("llama", "mxfp8"): (43, 79, 87),
+    ("llama", "int4"): (11, 94, 111),
     ("deepseek", "bf16"): (22, 104, 175),
     ("llama", "online"): (22, 43, 79),
     ("deepseek", "online"): (34, 54, 104),
