@@ -130,7 +130,7 @@ def flavours() -> dict[str, set[str]]:
     checkpoints = loaded("checkpoints")
     configs = {"llama": checkpoints.LLAMA, "deepseek": checkpoints.DEEPSEEK, **checkpoints.FAMILIES}
     tried: dict[str, set[str]] = {}
-    for table in ("FLAVOURS", "FAMILIES", "DELTA_NETS"):
+    for table in ("FLAVOURS", "FAMILIES", "DELTA_NETS", "INT4_EXPERTS"):
         for model, flavour in constant(VLLM_TESTS / "engines.py", table):
             tried.setdefault(configs[model]["architectures"][0], set()).add(flavour)
     return tried
@@ -224,7 +224,7 @@ def format_table() -> str:
     rows = []
     for one in formats.FORMATS:
         # On CPU vLLM's own op multiplies what is not quantized.
-        is_run = {"linear": one.flavour in of_all - {"bf16"}, "MoE": one.flavour in routed}
+        is_run = {"linear": one.flavour in of_all - {"bf16"}, "MoE": {one.flavour, f"{one.flavour}_experts"} & routed}
         for kind, what in layers_of(one).items():
             written = one.written_experts if kind == "MoE" and one.written_experts else one.written
             rows += layer_rows((one.title, written, kind), what, "tested" if is_run[kind] else "not run", one)
@@ -289,7 +289,7 @@ def model_table() -> str:
     rows = []
     for architecture in dict.fromkeys((*flavours(), *shipped)):
         known = {one.flavour: one.title for one in formats.FORMATS if one.flavour}
-        known["mixed"] = f"{known['token']}, experts in BF16"
+        known |= {"mixed": f"{known['token']}, experts in BF16", "int4_experts": f"BF16, experts with {known['int4']}"}
         tested = [name for flavour, name in known.items() if flavour in flavours().get(architecture, ())]
         on_cpu = f"tested: {'; '.join(tested)}" if tested else "selected, not run"
         on_gpu = ", ".join(name for name in shipped.get(architecture, ()) if name in measured) or "not run"

@@ -82,21 +82,21 @@ SPARSE_BLOCKS = ("mixtral", "minimax_m2")
 
 ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True}
 MX_ARGUMENTS = {**ARGUMENTS, "strategy": "group", "group_size": GROUP, "scale_dtype": "torch.uint8"}
+INT4_ARGUMENTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 
 
-def compressed(kind: str, weights: dict, inputs: dict) -> dict:
+def compressed(kind: str, weights: dict, inputs: dict | None) -> dict:
     """Return the configuration of a checkpoint by compressed-tensors."""
-    both = {"weights": {**weights, "dynamic": False}, "input_activations": {**inputs, "dynamic": True}}
+    dynamic = None if inputs is None else {**inputs, "dynamic": True}
+    both = {"weights": {**weights, "dynamic": False}, "input_activations": dynamic}
     groups = {"group_0": {"targets": ["Linear"], **both, "output_activations": None}}
     found = {"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed"}
     return {**found, "ignore": ["lm_head"], "config_groups": groups}
 
 
 TOKEN = compressed("float-quantized", {**ARGUMENTS, "strategy": "channel"}, {**ARGUMENTS, "strategy": "token"})
-INT4_ARGUMENTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-INT4 = compressed("pack-quantized", INT4_ARGUMENTS, {})
-INT4["config_groups"]["group_0"]["input_activations"] = None
-INT4["ignore"] += [r"re:.*(self_attn|shared_expert|[.]gate$|mlp[.](gate|up|gate_up|down)_proj).*"]
+INT4 = compressed("pack-quantized", INT4_ARGUMENTS, None)
+NO_EXPERTS = r"re:.*(self_attn|shared_expert|[.]gate$|mlp[.](gate|up|gate_up|down)_proj).*"
 BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 QUANTIZATION = {
     "bf16": None,
@@ -107,12 +107,13 @@ QUANTIZATION = {
     "block": {"quant_method": "fp8", **BLOCKS, "ignored_layers": ["lm_head"]},
     "mxfp8": compressed("mxfp8-quantized", MX_ARGUMENTS, MX_ARGUMENTS),
     "int4": INT4,
-    "int4_plain": None,
+    "int4_experts": {**INT4, "ignore": ["lm_head", NO_EXPERTS]},
+    "int4_experts_plain": None,
 }
 """Quantization flavor -> quantization_config.
 
 `bounded` is per token with an upper bound on the scale, `mixed` per token with experts in bf16, which vLLM's CPU build
-runs. `int4` has bf16 layers and experts in INT4, by groups of 32, `int4_plain` the same experts as exact bf16.
+runs. `int4` has groups of 32; `int4_experts` has it in experts only, and `int4_experts_plain` the same ones as exact bf16.
 """
 
 STATIC_INPUT_SCALE = {
@@ -340,34 +341,39 @@ def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data.flatten(1), (exponent.squeeze(-1) + 127).to(torch.uint8)
 
 
-def quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight [n, k] as -8 to 7 [n, k / 32, 32], with powers of two as scales, so that bf16 holds the products."""
+def quantize_int4(weight: torch.Tensor, powers: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight [n, k] as -8 to 7 [n, k / 32, 32] and scales. With powers of two bf16 holds the products."""
     groups = weight.float().unflatten(1, (-1, GROUP))
-    scale = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1) / 7)))
+    scale = groups.abs().amax(-1) / 7
+    scale = torch.exp2(torch.ceil(torch.log2(scale))) if powers else scale.bfloat16().float()
     return (groups / scale[..., None]).round().clamp(-8, 7), scale.bfloat16()
 
 
+def pack(values: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return an int4 weight's values of `quantize_int4` as words of eight, with its scales and its shape."""
+    bits = (values.flatten(1) + 8).to(torch.int32).unflatten(1, (-1, 8))
+    words = (bits << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    return {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(values.flatten(1).shape)}
+
+
 def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.Tensor]:
-    """Return the linear layers' weights as e4m3fn, with the scales of the flavor's checkpoints."""
+    """Return the linear layers' weights as e4m3fn or int4, with the scales of the flavor's checkpoints."""
     if flavour == "bf16":
         return weights
     result, generator = {}, torch.Generator().manual_seed(2)
     for name, weight in weights.items():
         is_linear = "_proj" in name and not re.search(f"eh_proj|{GATES}", name) and weight.dim() > 1
-        is_bf16 = flavour == "mixed" if ".experts." in name else flavour.startswith("int4")
+        is_bf16 = flavour == "mixed" if ".experts." in name else flavour.startswith("int4_experts")
         if not is_linear or is_bf16:
             result[name] = weight
             continue
         stem = name.removesuffix(".weight")
         if flavour.startswith("int4"):
-            values, scale = quantize_int4(weight)
-            if flavour == "int4_plain":
+            values, scale = quantize_int4(weight, powers=flavour != "int4")
+            if flavour == "int4_experts_plain":
                 result[name] = (values * scale.float()[..., None]).flatten(1).bfloat16()
-                continue
-            bits = (values + 8).flatten(1).to(torch.int32).unflatten(1, (-1, 8))
-            packed = sum(bits[..., i] << 4 * i for i in range(8))
-            shape = torch.tensor(weight.shape)
-            result |= {f"{stem}.weight_packed": packed, f"{stem}.weight_scale": scale, f"{stem}.weight_shape": shape}
+            else:
+                result |= {f"{stem}.{of}": value for of, value in pack(values, scale).items()}
             continue
         if flavour == "block":
             result[name], result[f"{stem}.weight_scale_inv"] = quantize_blocks(spread_blocks(weight, generator))

@@ -21,6 +21,7 @@ FLAVOURS = {
     ("llama", "bounded"): (100, 413, 640),
     ("llama", "block"): (7, 83, 193),
     ("llama", "mxfp8"): (43, 79, 87),
+    ("llama", "int4"): (11, 94, 111),
     ("deepseek", "bf16"): (22, 104, 175),
     ("llama", "online"): (22, 43, 79),
     ("deepseek", "online"): (34, 54, 104),
@@ -48,10 +49,10 @@ DELTA_NETS = {
     ("qwen3_5_text", "static"): (38, 72, 119),
     ("qwen3_5_moe_text", "mixed"): (100, 244, 279),
 }
-INT4 = {
+INT4_EXPERTS = {
     # Experts in INT4, with the seeds of "mixed": no lead was looked for.
-    ("qwen3_moe", "int4"): (43, 49, 66),
-    ("kimi_k2", "int4"): (72, 75, 169),
+    ("qwen3_moe", "int4_experts"): (43, 49, 66),
+    ("kimi_k2", "int4_experts"): (72, 75, 169),
 }
 NOT_COMPILED = ("bounded", "online")
 """Kinds that run eagerly only: compiled, they are like "token"."""
@@ -80,7 +81,7 @@ On CPU vLLM spawns them, which takes long.
 def prompts(flavour: tuple[str, str]) -> list[list[int]]:
     """Return the prompts for a model in a flavor."""
     plain = flavour[0], flavour[1].removesuffix("_plain")
-    return prompts_of((FLAVOURS | FAMILIES | DELTA_NETS | INT4)[plain])
+    return prompts_of((FLAVOURS | FAMILIES | DELTA_NETS | INT4_EXPERTS)[plain])
 
 
 def prompts_of(seeds: tuple[int, ...]) -> list[list[int]]:

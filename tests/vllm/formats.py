@@ -125,6 +125,7 @@ FORMATS = (
     ),
     Format(
         *("INT4 weights, symmetric, BF16 inputs", "w4a16_gemm", "int4", "`compressed-tensors`, `gptq`", "int4"),
+        flavour="int4",
         group="INT4 W4A16, symmetric",
         make=int4,
         written_experts="`compressed-tensors`; `gptq` by `--quantization moe_wna16`",

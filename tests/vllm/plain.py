@@ -48,6 +48,10 @@ class Model:
 
     def linear(self, name: str, x: torch.Tensor, merged: tuple[str, ...] = ()) -> torch.Tensor:
         """Compute one linear layer of x, rounded once. Layers in `merged` share one scale per tensor with it."""
+        if (packed := self.weights.get(f"{name}.weight_packed")) is not None:
+            values = (packed.unsqueeze(-1) >> torch.arange(0, 32, 4) & 15).flatten(1).float() - 8
+            groups = values.unflatten(-1, (-1, GROUP)) * self.weights[f"{name}.weight_scale"].float()[..., None]
+            return (x.to(self.dtype).float() @ groups.flatten(-2).t()).to(self.dtype)
         weight = self.weights[f"{name}.weight"]
         if weight.dtype == self.dtype:
             return (x.to(self.dtype).float() @ weight.float().t()).to(self.dtype)

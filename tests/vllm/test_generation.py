@@ -71,6 +71,7 @@ def expected_calls(flavour: tuple[str, str], steps: int = STEPS, compiled: bool 
         "block": (*["rms_norm_per_block_quant"] * 2, "silu_and_mul_per_block_quant", "block_scaled_mm"),
         "bf16": ("rms_norm", "fused_add_rms_norm", "silu_and_mul", ""),
         "mxfp8": (*["rms_norm_mxfp8_quant"] * 2, "silu_and_mul_mxfp8_quant", "mxfp8_scaled_mm"),
+        "int4": ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "w4a16_gemm"),
     }
     norm, add_norm, activation, linear = names["token" if kind in NOT_COMPILED else kind]
     if not compiled:

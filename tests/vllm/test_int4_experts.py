@@ -2,18 +2,18 @@
 
 import checkpoints
 import pytest
-from engines import INT4, STEPS, counted, identity
+from engines import INT4_EXPERTS, STEPS, counted, identity
 
 
 @pytest.fixture(scope="module")
 def answers(engines) -> dict[str, dict]:
     """Return vLLM's answers with the plugin, and for the plain models without it."""
-    answers = engines.run({identity(flavour): engines.job(flavour) for flavour in INT4})
-    plain = [(model, f"{kind}_plain") for model, kind in INT4]
+    answers = engines.run({identity(flavour): engines.job(flavour) for flavour in INT4_EXPERTS})
+    plain = [(model, f"{kind}_plain") for model, kind in INT4_EXPERTS]
     return answers | engines.run({identity(one): engines.job(one) for one in plain}, VLLM_PLUGINS="none")
 
 
-@pytest.mark.parametrize("flavour", INT4, ids=identity)
+@pytest.mark.parametrize("flavour", INT4_EXPERTS, ids=identity)
 def test_tokens_are_those_of_the_plain_model(answers, flavour):
     """The plain model has the same experts in bf16, which hold INT4 weights times their scales."""
     found, plain = answers[identity(flavour)], answers[f"{identity(flavour)}_plain"]
