@@ -4,6 +4,7 @@
 # On a GPU: Llama-3.1-405B and DeepSeek-V3 at full width, with few layers. Without a GPU: a tiny model shows that vLLM loads the plugin, then
 # follow both models' kernels on MI300X and their predicted steps (without_gpu.py); with options, tiny models run on the CPU.
 set -euo pipefail
+emulated=gfx942  # of the kernels that it lists
 . "$(dirname "${BASH_SOURCE[0]}")/../tests/environment.sh"
 "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("vllm"))' ||
   die "vLLM not found. Install it for this GPU: https://docs.vllm.ai/en/latest/getting_started/installation/gpu/"

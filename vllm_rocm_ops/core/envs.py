@@ -62,7 +62,7 @@ VARIABLES = {
         Variable(
             "VLLM_ROCM_OPS_ARCHS",
             ",".join(n for n, of in archs.ARCHS.items() if of.vendor == "amd"),
-            "build: comma list of archs to compile for; sm_90 is NVIDIA's",
+            "build: comma list of archs to compile for, in place of AMD's",
         ),
         Variable("VLLM_ROCM_OPS_DEBUG", "", "build: 1 compiles device code with line tables and little optimization"),
     )
