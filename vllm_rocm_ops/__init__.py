@@ -5,11 +5,15 @@ imports vLLM.
 """
 
 import importlib.util
+import warnings
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "fallbacks", "ops", "reset_stats", "stats"]
 
 if importlib.util.find_spec("torch"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # the emulator alone needs it, and says so
+        import torch  # noqa: F401
     from vllm_rocm_ops import ops
     from vllm_rocm_ops.core.stats import fallbacks, reset_stats, stats  # the function shadows its module
 else:
