@@ -29,10 +29,8 @@ WIDE_GROUP = 64  # from here on a scale serves two steps
 # and one token on MI300X.
 UNIT_BYTES_PER_US = 13e3
 LATENCY_US, SHARING_US, BLOCK_US = 2.0, 3.0, 1.3
-SUMMED_AT_ONCE, SUM_ROUND_US = (
-    2,
-    0.3,
-)  # partial sums that a block loads at once (kBlocksAtOnce of csrc/gemm/skinny/epilogue.h)
+SUMMED_AT_ONCE = 2  # partial sums that a block loads at once (kBlocksAtOnce of csrc/gemm/skinny/epilogue.h)
+SUM_ROUND_US = 0.3
 
 
 def _sizes(a) -> tuple[int, int, int]:
