@@ -8,17 +8,8 @@
 //
 // Includes the vendor's half.
 #pragma once
-#include "device/four_bit.h"
 #include "device/scale.h"
 #include "device/vec.h"
-
-namespace packed {
-
-// 16-byte vectors of a lane's token in a slice, 8 of K each. With exchanged words vector v is of group v. Else all are of
-// the lane's group, so that they begin inside K if the first does.
-constexpr int kTokenVecs = 4;
-
-}  // namespace packed
 
 #if defined(__AMDGCN__)
 #include "gemm/skinny/amd/packed_tile.h"

@@ -1,8 +1,12 @@
 // Tokens are the first operand, so that a lane's four sums are of one row: it needs the scales of this row only.
 #pragma once
-#include "device/amd/mma.h"
+#include "device/four_bit.h"
 
 namespace packed {
+
+// 16-byte vectors of a lane's token in a slice, 8 of K each. With exchanged words vector v is of group v. Else all are of
+// the lane's group, so that they begin inside K if the first does.
+constexpr int kTokenVecs = 4;
 
 #if defined(__gfx942__)
 template <int kGroups>

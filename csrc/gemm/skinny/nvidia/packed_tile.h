@@ -1,8 +1,10 @@
 // Sums have the layout of mma::multiply_tile: a lane has two rows.
 #pragma once
-#include "device/nvidia/mma.h"
+#include "device/four_bit.h"
 
 namespace packed {
+
+constexpr int kTokenVecs = 4;  // as on AMD
 
 template <int kGroups>
 constexpr bool kExchanges = kGroups == 4;
