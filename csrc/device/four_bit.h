@@ -8,8 +8,9 @@
 #include "nvidia/four_bit.h"
 #endif
 
-struct Bf16Int4;  // tokens and weights, in this order
-struct Bf16E2m1;
+namespace four_bit {
+constexpr int kTokenVecs = 4;  // vectors of 16 bytes of a token that 16 bytes of weights multiply
+}
 
 // Scales in bf16.
 struct Bf16Scale {

@@ -29,7 +29,7 @@ struct Packed {
 template <class Value, class Scale, int kGroup>
 struct ExpertOperands<Packed<Value, Scale, kGroup>> {
   static constexpr bool kPacked = true;
-  static constexpr int kWeightSteps = 1, kTokenVecs = packed::kTokenVecs, kValueRows = packed::kValueRows;
+  static constexpr int kWeightSteps = 1, kTokenVecs = four_bit::kTokenVecs, kValueRows = packed::kValueRows;
   static constexpr int kGroups = kSliceBytes / kGroup;
   using Scales = typename Scale::Loaded[kValueRows][kGroups];
 

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable
 
 import torch
+from fakes import time_choices
 from vllm.model_executor.kernels import linear
 
 import vllm_rocm_ops
@@ -62,3 +63,23 @@ def require_products(layer, kernel, exact: torch.Tensor, op: str, close: Callabl
         assert output.shape == (*shape[:-1], n)
         close(output - bias, x, exact)
     assert vllm_rocm_ops.stats()[op] == {"fallback: PyTorch reference on this device": 3}
+
+
+def require_sizes_won(layer, kernel, exact: torch.Tensor, op, fault: str | None, monkeypatch) -> None:
+    """Raise unless timing selects an op's kernels where they are faster, or none if they have a wrong scale or no bias, as `fault` says."""
+    n, k = exact.shape
+
+    def plugin(*arguments):
+        a = op.Arguments(*arguments)
+        planted = {fault: None if fault == "bias" else 1.02 * getattr(a, fault)} if fault else {}
+        return op.reference(*a._replace(**planted))
+
+    monkeypatch.setattr(op, "run_kernels", plugin)
+    bias = random(n).bfloat16()
+    kernel.apply_weights(layer, random(MANY, k).bfloat16(), bias)
+    [choice] = time_choices()
+    assert choice.state == ("off" if fault else "measured"), choice.why
+    kernel.baseline.calls.clear()
+    for tokens in (1, 17, 18, MANY):
+        kernel.apply_weights(layer, random(tokens, k).bfloat16(), bias)
+    assert kernel.baseline.calls == ([1, 17, 18, MANY] if fault else [18, MANY])

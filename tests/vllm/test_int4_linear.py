@@ -5,8 +5,8 @@ import functools
 import linears
 import pytest
 import torch
-from fakes import Fake, decide, parameter, time_choices
-from linears import FEW, MANY, hold, random, require_products
+from fakes import Fake, decide, parameter
+from linears import FEW, MANY, hold, random, require_products, require_sizes_won
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.mixed_precision.triton_w4a16 import TritonW4A16LinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16 import (
@@ -111,22 +111,8 @@ def test_products(make, kind, gptq):
 def test_kernels_serve_the_sizes_they_won(make, kind, fault, monkeypatch):
     """A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it."""
     kernel_selection.begin_recording()
-    layer, kernel, _ = make(kind, Baseline)
-
-    def plugin(*arguments):
-        a = ops.w4a16_gemm.Arguments(*arguments)
-        planted = {fault: None if fault == "bias" else 1.02 * a.scale} if fault else {}
-        return ops.w4a16_gemm.reference(*a._replace(**planted))
-
-    monkeypatch.setattr(ops.w4a16_gemm, "run_kernels", plugin)
-    bias = random(N).bfloat16()
-    kernel.apply_weights(layer, random(MANY, K).bfloat16(), bias)
-    [choice] = time_choices()
-    assert choice.state == ("off" if fault else "measured"), choice.why
-    kernel.baseline.calls.clear()
-    for tokens in (1, 17, 18, MANY):
-        kernel.apply_weights(layer, random(tokens, K).bfloat16(), bias)
-    assert kernel.baseline.calls == ([1, 17, 18, MANY] if fault else [18, MANY])
+    layer, kernel, exact = make(kind, Baseline)
+    require_sizes_won(layer, kernel, exact, ops.w4a16_gemm, fault, monkeypatch)
 
 
 def test_kernels_serve_where_ours_won(make):

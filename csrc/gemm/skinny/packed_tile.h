@@ -25,7 +25,8 @@ DEVICE int depth(int lane, int v) {
   const int of_lane = mma::depth(lane) / 16;
   return kExchanges<kGroups> ? of_lane * 8 + v * 32 : of_lane * 32;
 }
-// Loads vector v, where vector 0 is at lane_offset + offset, or zeros.
+// Loads vector v, where vector 0 is at lane_offset + offset, or zeros. With exchanged words it is of group v. Else all are of the
+// lane's group, so that they begin inside K if the first does.
 template <int kGroups>
 DEVICE u32x4 load_vec(mem::Buffer from, int lane_offset, int v, int offset, bool inside) {
   return load_further(from, lane_offset, v * (kExchanges<kGroups> ? 64 : 16), offset, inside);

@@ -19,8 +19,7 @@ from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.quantization import BLOCKS, MX_SCALES, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.ops.shared.experts import FOUR_BIT as FOUR_BIT_SCHEMES
-from vllm_rocm_ops.ops.shared.experts import columns_of
+from vllm_rocm_ops.ops.shared.experts import FOUR_BIT, columns_of
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.tools.bench.baselines import Baseline, of_experts
 from vllm_rocm_ops.tools.bench.baselines import experts as vllm_experts
@@ -69,7 +68,7 @@ SHARES = {
 }
 
 
-FOUR_BIT = {
+FOUR_BIT_SHARES = {
     "kimi-k2-tp8": (Share(384, 384, 8, 7168, 256), "int4_32"),
     "qwen3-30b-a3b": (SHARES["qwen3-30b-a3b"], "int4_128"),
     "qwen3-235b-a22b": (Share(128, 128, 8, 4096, 1536), "int4_128"),
@@ -146,8 +145,8 @@ def arguments_of(m: int, inputs: Inputs, share: Share, quantization: str) -> tup
         given["expert_map"] = torch.where(a.expert_map < share.routed, a.expert_map, -1)
     for weight, scale in ((a.w1, a.w1_scale), (a.w2, a.w2_scale)):
         factor = columns_of(weight) ** -0.5
-        if quantization in FOUR_BIT_SCHEMES:
-            factor /= FOUR_BIT_SCHEMES[quantization].numbers(torch.arange(256, dtype=torch.uint8)).std().item()
+        if quantization in FOUR_BIT:
+            factor /= FOUR_BIT[quantization].numbers(torch.arange(256, dtype=torch.uint8)).std().item()
         if scale is not None and scale.dtype in MX_SCALES:
             scale.add_(round(math.log2(factor)))
         else:
@@ -168,7 +167,7 @@ def experts(tokens: Iterable[int] = TOKENS, dtype: torch.dtype = torch.float8_e4
 
 def four_bit_experts(tokens: Iterable[int] = (1, 2, 4, 8, 16, 32, 64)) -> Iterator[Experts]:
     """Yield the shares with INT4 or MXFP4 weights."""
-    for name, (share, scheme) in FOUR_BIT.items():
+    for name, (share, scheme) in FOUR_BIT_SHARES.items():
         yield from _calls(name, share, scheme, scheme, tokens)
 
 

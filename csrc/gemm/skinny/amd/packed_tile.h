@@ -4,10 +4,6 @@
 
 namespace packed {
 
-// 16-byte vectors of a lane's token in a slice, 8 of K each. With exchanged words vector v is of group v. Else all are of
-// the lane's group, so that they begin inside K if the first does.
-constexpr int kTokenVecs = 4;
-
 #if defined(__gfx942__)
 template <int kGroups>
 constexpr bool kExchanges = false;
@@ -44,20 +40,20 @@ DEVICE u32x4 exchanged(u32x4 w) {
 
 // Adds the product of a slice.
 template <class Value, int kGroups>
-DEVICE f32x4 multiply(f32x4 sum, const mma::Weights& weights, const u32x4 (&tokens)[kTokenVecs],
+DEVICE f32x4 multiply(f32x4 sum, const mma::Weights& weights, const u32x4 (&tokens)[four_bit::kTokenVecs],
                       const float (&scales)[kValueRows][kGroups]) {
   u32x4 words = weights.load[0];
   if constexpr (kGroups == 1) {
     f32x4 product = {};
 #pragma unroll
-    for (int i = 0; i < kTokenVecs; ++i)
+    for (int i = 0; i < four_bit::kTokenVecs; ++i)
       product = mma::multiply_add<Bf16>(product, tokens[i], Value::to_bf16(words[i]));
     return sum + product * scales[0][0];
   } else {
 #if defined(__gfx942__)
     four_bit::GroupSums products;
 #pragma unroll
-    for (int i = 0; i < kTokenVecs; ++i) products.multiply_add(tokens[i], Value::to_bf16(words[i]));
+    for (int i = 0; i < four_bit::kTokenVecs; ++i) products.multiply_add(tokens[i], Value::to_bf16(words[i]));
     sum += products.of_group<0>() * scales[0][0];
     sum += products.of_group<1>() * scales[0][1];
     sum += products.of_group<2>() * scales[0][2];

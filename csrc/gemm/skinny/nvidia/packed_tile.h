@@ -4,8 +4,6 @@
 
 namespace packed {
 
-constexpr int kTokenVecs = 4;  // as on AMD
-
 template <int kGroups>
 constexpr bool kExchanges = kGroups == 4;
 
@@ -33,7 +31,7 @@ DEVICE u32x4 exchanged(u32x4 w) {
 
 // Adds the product of a slice.
 template <class Value, int kGroups>
-DEVICE f32x4 multiply(f32x4 sum, const mma::Weights& weights, const u32x4 (&tokens)[kTokenVecs],
+DEVICE f32x4 multiply(f32x4 sum, const mma::Weights& weights, const u32x4 (&tokens)[four_bit::kTokenVecs],
                       const float (&scales)[kValueRows][kGroups]) {
   mma::Weights words = weights;
   if constexpr (kExchanges<kGroups>)
@@ -41,12 +39,12 @@ DEVICE f32x4 multiply(f32x4 sum, const mma::Weights& weights, const u32x4 (&toke
     for (u32x4& row : words.load) row = exchanged(row);
   f32x4 product = {};
 #pragma unroll
-  for (int i = 0; i < kTokenVecs; ++i) {
+  for (int i = 0; i < four_bit::kTokenVecs; ++i) {
     mma::Weights values;
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l) values.load[l] = Value::to_bf16(words.load[l][i]);
     product = mma::multiply_tile<Bf16>(kGroups == 1 ? product : f32x4{}, values, tokens[i]);
-    if (kGroups == 1 && i < kTokenVecs - 1) continue;
+    if (kGroups == 1 && i < four_bit::kTokenVecs - 1) continue;
     const int group = kGroups == 1 ? 0 : i;
 #pragma unroll
     for (int v = 0; v < 4; ++v) sum[v] += product[v] * scales[v / 2][group];
