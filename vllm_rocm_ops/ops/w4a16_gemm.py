@@ -158,7 +158,8 @@ def _cases() -> Iterator[Case]:
             yield case(f"group{group}-m{m}", m, 144, 320, group=group)
     yield case("tiles", 5, 528, 1536)
     yield case("long-k", 2, 128, 8192, group=32)
-    yield case("one-group", 4, 48, 264, group=264)
+    for m in (4, 16, 33):
+        yield case(f"one-group-m{m}", m, 48, 264, group=264)
     yield case("two-words", 2, 16, 64, group=32)
     yield case("shortest-k", 3, 48, 8, group=8)
     yield case("bias", (2, 3), 528, 512, bias=True)

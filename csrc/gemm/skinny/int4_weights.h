@@ -61,8 +61,9 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : TileOperandsBase {
     }
     return tile;
   }
+  // inside: the lane's K are; step_inside: some lane's are. A scale serves tokens of other lanes than multiplied with it.
   DEVICE static void refill(Weights& weights, const Tile& tile, const SkinnyProblem& p, int step, int in_slice,
-                            bool inside) {
+                            bool inside, bool step_inside) {
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l)
 #pragma unroll
@@ -78,7 +79,7 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : TileOperandsBase {
 #pragma unroll
       for (int w = 0; w < kWords; ++w)
         weights.scale[l][w] = mem::load_or_zero(tile.scales, tile.scales_at[l] + w * int(sizeof(u32x4)),
-                                                group * Bf16Scale::kBytes, inside);
+                                                group * Bf16Scale::kBytes, step_inside);
   }
 
   // Adds a slice's products times their groups' scales.

@@ -60,15 +60,15 @@ struct WaveSplitK {
     typename Scale::Loaded scale_a[kTiles][mma::kValueTokens] = {}, scale_b = 0;  // for kBlock
   };
   DEVICE void load(KSlice& k_slice, const WeightTile& tile, const TileWork& work) const {
-    const int first = work.step + wave::index() * kSliceSteps,
-              bytes = schedule.bytes_left(work, first) - mma::depth(lane);
-    if constexpr (kScaled)
-      load_scales(k_slice, tile.scales, u32(first) / kSliceSteps, schedule.bytes_left(work, first) > 0);
+    const int first = work.step + wave::index() * kSliceSteps, left = schedule.bytes_left(work, first),
+              bytes = left - mma::depth(lane);
+    if constexpr (kScaled) load_scales(k_slice, tile.scales, u32(first) / kSliceSteps, left > 0);
 #pragma unroll
     for (int u = 0; u < kSliceSteps; ++u) {
       const int step = first + u;
       const bool inside = u * mma::kDepth < bytes;
-      if constexpr (Operands::kGrouped) Operands::refill(k_slice.weights[u], tile, p, step, u, inside);
+      if constexpr (Operands::kGrouped)
+        Operands::refill(k_slice.weights[u], tile, p, step, u, inside, u * mma::kDepth < left);
       else
 #pragma unroll
         for (int l = 0; l < mma::kLoads; ++l)
