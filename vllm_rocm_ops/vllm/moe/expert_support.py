@@ -1,5 +1,7 @@
 """Answer vLLM which MoE layers the plugin's experts support."""
 
+import copy
+import dataclasses
 import functools
 import logging
 
@@ -77,6 +79,17 @@ def rest_of(experts, activation) -> str:
 def say_refused(why: str, what: str = "MoE experts") -> None:
     """Log, once per reason, why experts or gates stay vLLM's."""
     logger.info("vllm-rocm-ops: %s stay on vLLM's kernels, because the plugin does not support %s", what, why)
+
+
+def copy_of(quant_config):
+    """Copy a configuration and keep its scales. vLLM's MX-FP8 experts remove them from the given one."""
+    return dataclasses.replace(quant_config, _w1=copy.copy(quant_config._w1), _w2=copy.copy(quant_config._w2))
+
+
+def those_that_came(ids: Tensor, meta) -> Tensor:
+    """Return the expert ids, with -1 for the spare rows of a buffer of tokens from other ranks."""
+    came = torch.arange(len(ids), device=ids.device) < meta.expert_num_tokens
+    return torch.where(came[:, None], ids, -1)
 
 
 class Predicates:
@@ -158,6 +171,14 @@ class Predicates:
     @staticmethod
     def _supports_parallel_config(config):
         return not refusal(config)
+
+    def readable(self, w1, w2) -> tuple[Tensor, Tensor]:
+        """Return the weights as the op reads them, given those of vLLM's layer."""
+        return w1, w2
+
+    def held(self, w1: Tensor, w2: Tensor) -> tuple:
+        """Return the weights of vLLM's layer, given those that the op reads."""
+        return w1, w2
 
     def leave(self) -> None:
         """Hand all later calls to vLLM's experts. Experts that route keep theirs."""
