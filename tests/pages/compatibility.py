@@ -130,7 +130,7 @@ def flavours() -> dict[str, set[str]]:
     checkpoints = loaded("checkpoints")
     configs = {"llama": checkpoints.LLAMA, "deepseek": checkpoints.DEEPSEEK, **checkpoints.FAMILIES}
     tried: dict[str, set[str]] = {}
-    for table in ("FLAVOURS", "FAMILIES", "DELTA_NETS", "INT4_EXPERTS"):
+    for table in ("FLAVOURS", "FAMILIES", "DELTA_NETS", "FOUR_BIT_EXPERTS"):
         for model, flavour in constant(VLLM_TESTS / "engines.py", table):
             tried.setdefault(configs[model]["architectures"][0], set()).add(flavour)
     return tried
