@@ -24,7 +24,7 @@ BACKENDS = mxfp4.Mxfp4MoeBackend
 GPT_OSS = {
     "activation": MoEActivation.SWIGLUOAI,
     "has_bias": True,
-    "routing_method": RoutingMethodType.Renormalize,
+    "routing_method": RoutingMethodType.RenormalizeNaive,
     "router_logits_dtype": torch.bfloat16,
 }
 

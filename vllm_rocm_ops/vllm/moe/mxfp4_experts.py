@@ -35,8 +35,8 @@ SELECTS = {
 }
 """vLLM's functions that select experts, gpt-oss's and the general one, with their parameters."""
 
-METHODS = dict.fromkeys(("Renormalize", "RenormalizeNaive"), ("softmax", True))
-"""As `routing_experts.METHODS`, of experts that route. The first is the softmax of the largest logits, the same weights."""
+ROUTING = "RenormalizeNaive"
+"""vLLM's routing method of the layers in which the plugin routes, gpt-oss's."""
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -125,19 +125,19 @@ def routing(oracle, backend, scheme: tuple) -> type:
     class RocmOpsRoutingMxfp4Experts(Reads, experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
-            self.method, self.topk = METHODS[moe_config.routing_method.name], moe_config.experts_per_token
+            self.method, self.topk = routing_experts.METHODS[ROUTING], moe_config.experts_per_token
             self.baseline = self.baseline_class()(moe_config, quant_config)
 
         @staticmethod
         def is_supported_config(experts_class, moe_config, *asked):
             supported, why = experts.Predicates.is_supported_config(experts_class, moe_config, *asked)
-            if supported and not routing_experts.supports(METHODS[moe_config.routing_method.name], moe_config):
+            if supported and not routing_experts.supports(routing_experts.METHODS[ROUTING], moe_config):
                 return False, f"{experts_class.__name__} has no routing kernels for this layer"
             return supported, why
 
         @staticmethod
         def _supports_routing_method(routing_method, weight_key, activation_key):
-            return routing_method.name in METHODS
+            return routing_method.name == ROUTING
 
         @staticmethod
         def _supports_router_logits_dtype(router_logits_dtype, routing_method):
