@@ -683,7 +683,12 @@ NEEDS_AVX512 = pytest.mark.skipif(
             marks=full,
         ),
         pytest.param(
-            *("gpt-oss-120b", 2, {"num_key_value_heads": 2, "num_local_experts": 16, "eos_token_id": 2}, "fused_experts"),
+            *(
+                "gpt-oss-120b",
+                2,
+                {"num_key_value_heads": 2, "num_local_experts": 16, "eos_token_id": 2},
+                "fused_experts",
+            ),
             marks=full,
         ),
     ],

@@ -84,7 +84,7 @@ FAMILIES = {
 }
 """Other models, by vLLM's name of their configuration."""
 EXPERT = r"[.]experts[.]\d+[.]"
-"""What names of weights have of one expert."""
+"""The part of a weight's name that names its expert."""
 GATES = r"in_proj_(ba|b|a)[.]"
 """Weights of b and a in Gated DeltaNet, which real checkpoints leave in 16 bits."""
 DELTA_NETS = tuple(name for name, config in FAMILIES.items() if "linear_num_key_heads" in config)

@@ -1,4 +1,4 @@
-"""Test the plugin's MXFP4 experts around those of vLLM that hold weights in a form of their own, and which these are."""
+"""Test the plugin's MXFP4 experts around vLLM's that hold weights in a form of their own, and which of them are kept."""
 
 import inspect
 
@@ -15,8 +15,8 @@ from vllm.model_executor.layers.fused_moe.experts.aiter_mxfp4_w4a16_moe import A
 from vllm.model_executor.layers.fused_moe.oracle import mxfp4
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.vllm import compat, seam
-from vllm_rocm_ops.vllm.moe import mxfp4_experts
+from vllm_rocm_ops.vllm import compat, coverage, seam
+from vllm_rocm_ops.vllm.moe import expert_support, mxfp4_experts
 from vllm_rocm_ops.vllm.moe.expert_support import say_refused
 from vllm_rocm_ops.vllm.selection import comparison, kernel_selection
 
@@ -83,8 +83,17 @@ class Held:
         self.kernel = mxfp4.make_mxfp4_moe_kernel(quant, config(**GPT_OSS), self.plugin, BACKENDS.TRITON)
         self.experts, self.routes = self.kernel.fused_experts, routes
 
+    def is_covered(self) -> bool:
+        """True if the plugin counts the layer as its own, of which it knows the first weight."""
+        module = torch.nn.Module()
+        module.quant_method, module.w13_weight = Fake(moe_kernel=self.kernel), self.weights[0]
+        assert expert_support.first_weight(module).shape == self.layer.w1.shape
+        [(kind, taken, _)] = coverage.layers(module)
+        assert kind == "layers of experts" and taken == (expert_support.held_by(module) is not None)
+        return taken
+
     def all_held(self, calls: int) -> bool:
-        """True if vLLM's experts got as many calls, with what they hold."""
+        """True if vLLM's experts got this number of calls, with the weights that they hold."""
         return len(self.calls) == calls and all(
             given is held for call in self.calls for given, held in zip(call, self.weights)
         )
@@ -129,7 +138,7 @@ def test_weights_are_read_where_vllms_experts_hold_them(routes, padded, monkeypa
     assert (one.experts.w1_scale.data_ptr() == kept.data_ptr()) is not padded
     assert one.experts.w1_bias.dtype == one.experts.w2_bias.dtype == torch.bfloat16
     close(*one.call(65))
-    assert one.all_held(1)
+    assert one.all_held(1) and one.is_covered()
 
 
 @pytest.mark.parametrize("routes", [False, True])
@@ -140,11 +149,12 @@ def test_weights_in_another_order_stay_vllms(routes, monkeypatch):
     for _ in range(2):
         close(*one.call())
     assert one.all_held(2) and said == ["MXFP4 weights in HopperMXValueLayout"]
+    assert not one.is_covered()
 
 
 @pytest.mark.parametrize("routes", [False, True])
 def test_both_are_timed_as_they_run(routes, monkeypatch):
-    """Experts that route get logits on both sides, those of vLLM what they hold. Their results must agree."""
+    """Experts that route get logits on both sides, vLLM's the weights that they hold. Their results must agree."""
     one = Held(monkeypatch, routes)
     one.call()
     clock = plugin_wins_up_to(17, place=1)

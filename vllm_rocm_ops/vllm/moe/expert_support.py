@@ -98,6 +98,9 @@ class Predicates:
     `schemes` are pairs of weight and activation key. `baseline_class()` returns vLLM's class for unsupported calls.
     """
 
+    refused = ""
+    """Why vLLM's experts serve all calls of the layer, found when the first one came."""
+
     @property
     def expects_unquantized_inputs(self):
         return True
@@ -173,11 +176,11 @@ class Predicates:
         return not refusal(config)
 
     def readable(self, w1, w2) -> tuple[Tensor, Tensor]:
-        """Return the weights as the op reads them, given those of vLLM's layer."""
+        """Return a layer's weights as the op reads them, given vLLM's form of them."""
         return w1, w2
 
     def held(self, w1: Tensor, w2: Tensor) -> tuple:
-        """Return the weights of vLLM's layer, given those that the op reads."""
+        """Return vLLM's form of a layer's weights, given the form that the op reads."""
         return w1, w2
 
     def leave(self) -> None:
@@ -200,13 +203,17 @@ class Predicates:
 
 
 def first_weight(layer: torch.nn.Module) -> Tensor | None:
-    """Return the first weight of a layer of experts, by the names that vLLM's quantizations give it; None of another layer."""
+    """Return the first weight of a layer of experts, by the names that vLLM's quantizations give it; None of another layer.
+
+    triton_kernels' is a view with the columns last.
+    """
     names = "w13_weight", "w13_weight_packed", "w13_qweight"
-    return next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
+    weight = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
+    return weight if weight is None or isinstance(weight, Tensor) else weight.storage.data.transpose(1, 2)
 
 
 def held_by(layer: torch.nn.Module) -> Predicates | None:
     """Return the plugin's experts that a layer holds, None if it has others or none."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
-    return experts if isinstance(experts, Predicates) else None
+    return experts if isinstance(experts, Predicates) and not experts.refused else None

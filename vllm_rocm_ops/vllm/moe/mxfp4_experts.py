@@ -1,6 +1,6 @@
 """Run MXFP4 experts (E2M1 with one E8M0 scale per 32 of K) with bf16 tokens by `fused_experts` where it is faster, see base.py.
 
-vLLM chooses a backend first, and its experts for it are kept. Those of OpenAI's triton_kernels, and AITER's Triton experts, hold
+vLLM chooses a backend first, and its experts for it are kept. OpenAI's triton_kernels and AITER's Triton experts hold
 transposed views of the checkpoint's bytes on ROCm (`StridedLayout`), which the op reads in place, with the zeros that vLLM pads
 to. Weights in another order stay vLLM's. Some of these experts route: then the plugin routes, too, in the calls that it serves.
 
@@ -91,7 +91,8 @@ class Reads:
         try:
             self.readable(w1, w2)
         except ValueError as why:
-            say_refused(str(why))
+            self.refused = str(why)
+            say_refused(self.refused)
             self.leave()
             return False
         return True
@@ -278,7 +279,7 @@ def choose(vllm_selects, config, scheme: tuple) -> tuple:
 
 @functools.cache
 def say_bf16_tokens() -> None:
-    """Log once that the plugin's tokens are more precise than those of vLLM's emulation."""
+    """Log once that vLLM's emulation rounds tokens and the plugin does not."""
     logger.warning(
         "vllm-rocm-ops: MXFP4 experts multiply bf16 tokens in the calls that the plugin serves. vLLM's emulation rounds tokens to "
         "4 bits where the checkpoint asks for it, so generated text may differ; the seam mxfp4_experts can be switched off"
