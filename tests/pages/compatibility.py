@@ -225,7 +225,11 @@ def format_table() -> str:
     rows = []
     for one in formats.FORMATS:
         # On CPU vLLM's own op multiplies what is not quantized.
-        is_run = {"linear": one.flavour in of_all - {"bf16"}, "MoE": {one.flavour, f"{one.flavour}_experts"} & routed}
+        of_experts = routed if one.linear else of_all
+        is_run = {
+            "linear": one.flavour in of_all - {"bf16"},
+            "MoE": {one.flavour, f"{one.flavour}_experts"} & of_experts,
+        }
         for kind, what in layers_of(one).items():
             written = one.written_experts if kind == "MoE" and one.written_experts else one.written
             rows += layer_rows((one.title, written, kind), what, "tested" if is_run[kind] else "not run", one)

@@ -131,8 +131,7 @@ FORMATS = (
         written_experts="`compressed-tensors`; `gptq` by `--quantization moe_wna16`",
     ),
     Format(
-        *("MXFP4 weights, BF16 inputs, gpt-oss's experts", "fused_experts", "", "`mxfp4`", "mxfp4", "mxfp4_experts"),
-        group="MXFP4 experts, BF16 inputs",
+        *("MXFP4 experts, BF16 inputs", "fused_experts", "", "`mxfp4`", "mxfp4", "mxfp4_experts"),
     ),
 )
 GROUPS: dict[str, list[Format]] = {}

@@ -240,6 +240,16 @@ def test_layers_stay_vllms(options, said, rocm, monkeypatch):
     assert [reason.startswith(said) for reason in reasons] == ([True] if said else [])
 
 
+def test_load_balancing_is_served_beside_emulation_only(rocm):
+    """It moves parameters, which triton_kernels' tensors are not, and the plugin has copies of their biases."""
+    options = parallel(use_ep=True, ep_size=2, dp_size=2, all2all_backend="allgather_reducescatter")
+    for experts, backend in ((OTHERS[1], "TRITON"), (OTHERS[-1], "EMULATION")):
+        assert rocm(experts, **options)[1] is plugin_of(backend)
+    balanced = parallel(use_ep=True, ep_size=2, dp_size=2, all2all_backend="allgather_reducescatter", enable_eplb=True)
+    assert rocm(OTHERS[1], **balanced)[1] is OTHERS[1]
+    assert rocm(OTHERS[-1], **balanced)[1] is plugin_of("EMULATION")
+
+
 def test_a_named_backend_is_kept(rocm, monkeypatch):
     fused, *_ = OTHERS
     assert rocm(fused, moe_backend="triton")[1] is plugin_of("TRITON", routes=True)

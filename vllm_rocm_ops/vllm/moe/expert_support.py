@@ -99,7 +99,7 @@ class Predicates:
     """
 
     refused = ""
-    """Why vLLM's experts serve all calls of the layer, found when the first one came."""
+    """The reason for which vLLM's experts serve all calls of the layer, found at the first one."""
 
     @property
     def expects_unquantized_inputs(self):

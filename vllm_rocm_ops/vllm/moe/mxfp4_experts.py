@@ -109,6 +109,11 @@ def modular(oracle, backend, scheme: tuple) -> type:
     """Return the plugin's experts for tokens that vLLM has routed."""
 
     class RocmOpsMxfp4Experts(Reads, experts.modular("", (scheme,), oracle, backend)):
+        @staticmethod
+        def _supports_parallel_config(config):  # load balancing moves parameters, of which these experts have copies
+            moves = config.enable_eplb and backend.name != "EMULATION"
+            return experts.Predicates._supports_parallel_config(config) and not moves
+
         def moe_problem_size(self, a1, w1, w2, topk_ids):
             return (super() if self.baseline is None else self.baseline).moe_problem_size(a1, w1, w2, topk_ids)
 
