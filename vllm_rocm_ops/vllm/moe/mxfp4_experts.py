@@ -151,9 +151,8 @@ def routing(oracle, backend, scheme: tuple) -> type:
 
         @staticmethod
         def _supports_activation(activation):
-            return (
-                activation.name == "SWIGLUOAI"
-            )  # else AITER's rows of gate and up alternate where the activation's do not
+            # In AITER's experts rows of gate and up alternate with any activation, which its name does not say.
+            return activation.name == "SWIGLUOAI"
 
         def leave(self):
             self.apply = self.baseline.apply
@@ -234,7 +233,7 @@ def probe() -> None:
 
     for select, parameters in SELECTS.items():
         experts.probe(mxfp4, select, *parameters)
-    seam.require_parameters(modular_kernel.FusedMoEExpertsMonolithic.apply, *routing_experts.APPLY)
+    routing_experts.probe_vllm()
     seam.require_parameters(modular_kernel.FusedMoEExpertsModular.moe_problem_size, "a1", "w1", "w2", "topk_ids")
     seam.require({"TRITON", "EMULATION"} <= mxfp4.Mxfp4MoeBackend.__members__.keys(), "Mxfp4MoeBackend")
     seam.require(hasattr(quant_utils, SCHEME[0]), SCHEME[0])
