@@ -14,7 +14,10 @@ from vllm.model_executor.layers.fused_moe.experts import marlin_moe, ocp_mx_emul
 from vllm.model_executor.layers.fused_moe.experts.aiter_mxfp4_w4a16_moe import AiterW4A16ExpertsMonolithic
 from vllm.model_executor.layers.fused_moe.oracle import mxfp4
 
+import vllm_rocm_ops
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import launch
+from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import compat, coverage, seam
 from vllm_rocm_ops.vllm.moe import expert_support, mxfp4_experts
 from vllm_rocm_ops.vllm.moe.expert_support import say_refused
@@ -54,9 +57,17 @@ def plugin_of(backend: str, routes: bool = False) -> type:
 class Held:
     """A layer like gpt-oss's whose weights vLLM's Triton experts hold, these, and the plugin's around them."""
 
-    def __init__(self, monkeypatch, routes: bool, layout: object = StridedLayout, padded: bool = False):
+    def __init__(
+        self,
+        monkeypatch,
+        routes: bool,
+        layout: object = StridedLayout,
+        padded: bool = False,
+        by_references: bool = True,
+    ):
         monkeypatch.setattr(compat, "mx_scale", lambda precision: precision.weight_scale)
-        by_reference(monkeypatch, ops.fused_experts, ops.topk_softmax)
+        if by_references:
+            by_reference(monkeypatch, ops.fused_experts, ops.topk_softmax)
         self.layer, self.calls, plain = Layer("mxfp4", "interleaved"), [], self.plain
         self.weights = [held(weight, layout) for weight in (self.layer.w1, self.layer.w2)]
         quant = self.layer.quant_config
@@ -139,6 +150,14 @@ def test_weights_are_read_where_vllms_experts_hold_them(routes, padded, monkeypa
     assert one.experts.w1_bias.dtype == one.experts.w2_bias.dtype == torch.bfloat16
     close(*one.call(65))
     assert one.all_held(1) and one.is_covered()
+
+
+def test_kernels_take_what_vllms_experts_hold(monkeypatch):
+    """The op's own kernels run, in the emulator, with biases that vLLM's experts have in float32."""
+    one = Held(monkeypatch, routes=True, by_references=False)
+    with launch.executor(Emulator("gfx942", races=False)):
+        close(*one.call())
+    assert one.calls == [] and vllm_rocm_ops.stats().keys() == {"topk_softmax", "fused_experts"}
 
 
 @pytest.mark.parametrize("routes", [False, True])
