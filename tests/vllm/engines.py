@@ -53,7 +53,7 @@ FOUR_BIT_EXPERTS = {
     # Experts in INT4 or MXFP4, with the seeds of "mixed": no lead was looked for.
     ("qwen3_moe", "int4_experts"): (43, 49, 66),
     ("kimi_k2", "int4_experts"): (72, 75, 169),
-    ("qwen3_moe", "mxfp4_experts"): (43, 49, 66),
+    ("kimi_k2", "mxfp4_experts"): (72, 75, 169),
     ("gpt_oss", "mxfp4_experts"): (43, 49, 66),
 }
 NOT_COMPILED = ("bounded", "online")
