@@ -55,6 +55,7 @@ COPIED = (
         "enforce_eager",
         "seed",
         "random_experts",
+        "strided",
         "engine_args",
         "drafts",
         "timeout",
@@ -91,6 +92,8 @@ def add_model_arguments(add: Callable) -> None:
     add("--side", nargs="+", choices=list(SIDES), default=list(SIDES), help=sides)
     spread = "random routers that spread tokens over experts (random_experts.py)"
     add("--random-experts", action="store_true", help=spread)
+    strided = "MXFP4 weights of triton_kernels in the order of AMD GPUs, on an NVIDIA H200, too; for one GPU"
+    add("--strided", action="store_true", help=strided)
 
 
 def check_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace, least: dict[str, int]) -> None:

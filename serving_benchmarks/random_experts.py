@@ -2,7 +2,7 @@
 
 vLLM's dummy weights send all tokens of a model to the same experts, as a router's bias exceeds its products. When this module is imported,
 routers have no bias and token-dependent logits of about N(0, 1): embeddings are N(0, 1), norm weights 1, a router's N(0, 1 / hidden
-size). Tokens sampled at temperature 1 all differ. Serving has the same routing kernels: VLLM_MOE_ROUTING_SIMULATION_STRATEGY would
+size). MXFP4 weights, which vLLM leaves 0, are random bytes with scales of 2^-7 to 2^-4. Tokens sampled at temperature 1 all differ. Serving has the same routing kernels: VLLM_MOE_ROUTING_SIMULATION_STRATEGY would
 replace them, on one side by slower ones (vLLM 0.33 on the H200: 12 us per layer).
 """
 
@@ -26,8 +26,10 @@ def spread(model: torch.nn.Module) -> None:
             parameter.zero_()
         elif name.endswith("norm.weight"):
             parameter.fill_(1)
-        elif name.endswith("embed_tokens.weight"):
+        elif name.endswith(("embed_tokens.weight", "model.embedding.weight")):
             parameter.normal_()
+        elif parameter.dtype == torch.uint8:
+            parameter.random_(120, 124) if name.endswith("scale") else parameter.random_(0, 256)
         elif ROUTER.search(name):
             values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
             parameter.copy_(values / parameter.shape[1] ** 0.5)

@@ -682,6 +682,15 @@ NEEDS_AVX512 = pytest.mark.skipif(
             *("glm-4.5-air-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64, "n_routed_experts": 16}, "grouped_topk"),
             marks=full,
         ),
+        pytest.param(
+            *(
+                "gpt-oss-120b",
+                2,
+                {"num_key_value_heads": 2, "num_local_experts": 16, "eos_token_id": 2},
+                "fused_experts",
+            ),
+            marks=full,
+        ),
     ],
 )
 def test_real_configurations_run(tmp_path, model, layers, overrides, op):
@@ -689,7 +698,8 @@ def test_real_configurations_run(tmp_path, model, layers, overrides, op):
     cache = {"kv_cache_dtype": "fp8"} if model.endswith("-kv") else {}
     engine_args = json.dumps({"hf_overrides": SHRUNK | overrides} | cache)
     arguments = ["--num-layers", str(layers), "--side", "with", "--random-experts", "--engine-args", engine_args]
-    result, found = run(tmp_path, "--model", model, *arguments)
+    strided = ["--strided"] if model.startswith("gpt-oss") else []
+    result, found = run(tmp_path, "--model", model, *arguments, *strided)
     assert result.returncode == 0, result.stdout
     assert op in found["runs"][0]["op_stats"]
 

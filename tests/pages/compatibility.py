@@ -130,7 +130,7 @@ def flavours() -> dict[str, set[str]]:
     checkpoints = loaded("checkpoints")
     configs = {"llama": checkpoints.LLAMA, "deepseek": checkpoints.DEEPSEEK, **checkpoints.FAMILIES}
     tried: dict[str, set[str]] = {}
-    for table in ("FLAVOURS", "FAMILIES", "DELTA_NETS", "INT4_EXPERTS"):
+    for table in ("FLAVOURS", "FAMILIES", "DELTA_NETS", "FOUR_BIT_EXPERTS"):
         for model, flavour in constant(VLLM_TESTS / "engines.py", table):
             tried.setdefault(configs[model]["architectures"][0], set()).add(flavour)
     return tried
@@ -206,7 +206,8 @@ def baseline(what: str, arch: str) -> list[str]:
 
 def layers_of(one) -> dict[str, str]:
     """Return the kinds of layers in a format that a seam serves, and their names in selection.csv."""
-    return {"linear": f"linear {one.linear}"} | ({"MoE": f"experts {one.experts}"} if one.experts else {})
+    kinds = {"linear": one.linear and f"linear {one.linear}", "MoE": one.experts and f"experts {one.experts}"}
+    return {kind: what for kind, what in kinds.items() if what}
 
 
 def layer_rows(names: tuple[str, ...], what: str, on_cpu: str, of: object = None) -> list[tuple[str, ...]]:
@@ -224,7 +225,11 @@ def format_table() -> str:
     rows = []
     for one in formats.FORMATS:
         # On CPU vLLM's own op multiplies what is not quantized.
-        is_run = {"linear": one.flavour in of_all - {"bf16"}, "MoE": {one.flavour, f"{one.flavour}_experts"} & routed}
+        of_experts = routed if one.linear else of_all
+        is_run = {
+            "linear": one.flavour in of_all - {"bf16"},
+            "MoE": {one.flavour, f"{one.flavour}_experts"} & of_experts,
+        }
         for kind, what in layers_of(one).items():
             written = one.written_experts if kind == "MoE" and one.written_experts else one.written
             rows += layer_rows((one.title, written, kind), what, "tested" if is_run[kind] else "not run", one)
@@ -238,7 +243,8 @@ def defaults_table() -> str:
     """Return a row for each token limit of linear layers before timing, and for the other layers."""
     limits = {op.name: getattr(one, "limit", None) for op, one in comparisons.COMPARISONS.items()}
     stay, rows = "vLLM's kernels", []
-    for limit, groups in grouped(formats.GROUPS, lambda group: limits[formats.GROUPS[group][0].op]).items():
+    linears = [group for group, of in formats.GROUPS.items() if of[0].linear]
+    for limit, groups in grouped(linears, lambda group: limits[formats.GROUPS[group][0].op]).items():
         rows.append((f"linear layers: {'; '.join(groups)}", f"up to {limit} tokens" if limit else stay, stay))
     rows += [
         ("MoE", f"up to {experts.MAX_TOKENS} tokens", stay),

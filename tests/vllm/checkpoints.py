@@ -36,6 +36,15 @@ QWEN_EXPERTS = {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [0]}
 GLM = {"routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": False, "partial_rotary_factor": 0.5}
 GLM_EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 GEMMA_LAYERS = {"layer_types": ["full_attention"] * 2, "sliding_window": 256, "query_pre_attn_scalar": 64}
+GPT_OSS = {"sliding_window": 128, "attention_bias": True, "layer_types": ["sliding_attention", "full_attention"]}
+GPT_OSS["rope_parameters"] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+GPT_OSS["rope_parameters"] |= {"original_max_position_embeddings": 128, "truncate": False}
 KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 V2_LITE = {"q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
 DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
@@ -64,6 +73,7 @@ FAMILIES = {
         "rotary_dim": 32,
         **LOCAL_EXPERTS,
     },
+    "gpt_oss": {"architectures": ["GptOssForCausalLM"], **LOCAL_EXPERTS, **GPT_OSS},
     "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", **GEMMA_LAYERS},
     "deepseek_v2": {**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], **V2_LITE},
     "kimi_k2": {**DEEPSEEK, **KIMI},
@@ -73,6 +83,8 @@ FAMILIES = {
     "qwen3_5_moe_text": {"architectures": ["Qwen3_5MoeForCausalLM"], **DELTA, **DELTA_EXPERTS},
 }
 """Other models, by vLLM's name of their configuration."""
+EXPERT = r"[.]experts[.]\d+[.]"
+"""The part of a weight's name that names its expert."""
 GATES = r"in_proj_(ba|b|a)[.]"
 """Weights of b and a in Gated DeltaNet, which real checkpoints leave in 16 bits."""
 DELTA_NETS = tuple(name for name, config in FAMILIES.items() if "linear_num_key_heads" in config)
@@ -109,11 +121,14 @@ QUANTIZATION = {
     "int4": INT4,
     "int4_experts": {**INT4, "ignore": ["lm_head", NO_EXPERTS]},
     "int4_experts_plain": None,
+    "mxfp4_experts": {"quant_method": "mxfp4"},
+    "mxfp4_experts_plain": None,
 }
 """Quantization flavor -> quantization_config.
 
 `bounded` is per token with an upper bound on the scale, `mixed` per token with experts in bf16, which vLLM's CPU build
-runs. `int4` has groups of 32; `int4_experts` has it in experts only, and `int4_experts_plain` the same ones as exact bf16.
+runs. `int4` has groups of 32; `int4_experts` has it in experts only, and `int4_experts_plain` the same ones as exact bf16;
+so do `mxfp4_experts`.
 """
 
 STATIC_INPUT_SCALE = {
@@ -200,7 +215,7 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
         prefix = f"model.layers.{layer}"
         if layer >= config["num_hidden_layers"]:
             weights |= of_drafts(generator, prefix, hidden, weights)
-        if family in ("qwen2", "qwen2_moe"):
+        if family in ("qwen2", "qwen2_moe", "gpt_oss"):
             for name in "qkv":
                 heads = config["num_attention_heads" if name == "q" else "num_key_value_heads"]
                 bias = 0.1 * torch.randn(heads * head_dim, generator=generator)
@@ -226,6 +241,15 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
         weights[f"{block}.gate.weight"] = linear(generator, experts, hidden)
         for expert in range(experts):
             weights |= mlp(generator, f"{block}.experts.{expert}", hidden, inner, 0.5)
+        if family == "gpt_oss":
+            biases = {"mlp.router.bias": experts, "self_attn.sinks": config["num_attention_heads"]}
+            biases |= {"self_attn.o_proj.bias": hidden}
+            for name, size in biases.items():
+                weights[f"{prefix}.{name}"] = (0.1 * torch.randn(size, generator=generator)).bfloat16()
+            weights[f"{prefix}.mlp.router.weight"] = weights.pop(f"{block}.gate.weight")
+            for name, size in (("gate_up_proj", 2 * inner), ("down_proj", hidden)):
+                bias = 0.1 * torch.randn(experts, size, generator=generator)
+                weights[f"{block}.experts.{name}_bias"] = bias.bfloat16()
         if family == "glm4_moe":
             weights[f"{block}.gate.e_score_correction_bias"] = 0.3 * torch.randn(experts, generator=generator)
             weights |= mlp(generator, f"{block}.shared_experts", hidden, inner)
@@ -356,18 +380,56 @@ def pack(values: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(values.flatten(1).shape)}
 
 
+def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a weight [n, k] as pairs of e2m1 [n, k / 2] and e8m0 scales [n, k / 32], and its numbers in bf16."""
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    exponent = (groups.abs().amax(-1, keepdim=True) / 4).log2().floor()
+    bits = ((groups / exponent.exp2()).abs()[..., None] - numbers).abs().argmin(-1)
+    exact = (numbers[bits] * groups.sign() * exponent.exp2()).flatten(1).bfloat16()
+    bits = (bits + 8 * (groups < 0)).flatten(1).to(torch.uint8)
+    return bits[:, 0::2] | bits[:, 1::2] << 4, (exponent.squeeze(-1) + 127).to(torch.uint8), exact
+
+
+def as_gpt_oss(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights whose experts are stacked, rows of gate and up alternating: quantized in blocks, bf16 transposed."""
+    result = {
+        name: weight for name, weight in weights.items() if ".experts.0." not in name and not re.search(EXPERT, name)
+    }
+    for first in [name for name in weights if ".experts.0." in name and "up_proj" not in name]:
+        experts, part = first.split(".experts.0.")
+        stacked = [
+            torch.stack([value for name, value in weights.items() if re.fullmatch(rf"{experts}{EXPERT}{of}", name)])
+            for of in ((part, part.replace("gate_", "up_")) if "gate" in part else (part,))
+        ]
+        made = torch.stack(stacked, 2).flatten(1, 2)
+        name, _, kind = part.replace("gate_", "gate_up_").rpartition(".")
+        if kind == "weight_scale":
+            result[f"{experts}.experts.{name}_scales"] = made
+        elif made.dtype == torch.uint8:
+            result[f"{experts}.experts.{name}_blocks"] = made.unflatten(2, (-1, GROUP // 2))
+        else:
+            result[f"{experts}.experts.{name}"] = made.transpose(1, 2)
+    return result
+
+
 def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.Tensor]:
     """Return the linear layers' weights as e4m3fn or int4, with the scales of the flavor's checkpoints."""
     if flavour == "bf16":
         return weights
     result, generator = {}, torch.Generator().manual_seed(2)
     for name, weight in weights.items():
-        is_linear = "_proj" in name and not re.search(f"eh_proj|{GATES}", name) and weight.dim() > 1
-        is_bf16 = flavour == "mixed" if ".experts." in name else flavour.startswith("int4_experts")
+        is_linear = "_proj" in name and not re.search(f"eh_proj|bias|{GATES}", name) and weight.dim() > 1
+        is_bf16 = flavour == "mixed" if ".experts." in name else "4_experts" in flavour
         if not is_linear or is_bf16:
             result[name] = weight
             continue
         stem = name.removesuffix(".weight")
+        if flavour.startswith("mxfp4"):
+            values, scale, exact = quantize_mxfp4(weight)
+            plain = flavour == "mxfp4_experts_plain"
+            result |= {name: exact} if plain else {name: values, f"{stem}.weight_scale": scale}
+            continue
         if flavour.startswith("int4"):
             values, scale = quantize_int4(weight, powers=flavour != "int4")
             if flavour == "int4_experts_plain":
@@ -401,6 +463,8 @@ def build(folder: pathlib.Path, model: str, flavour: str, **overrides) -> pathli
         config, make = {"llama": (LLAMA, llama_weights), "deepseek": (DEEPSEEK, deepseek_weights)}[model]
     config = {**config, **overrides}
     weights = quantize(make(config), flavour)
+    if model == "gpt_oss":
+        weights = as_gpt_oss(weights)
     if quantization := copy.deepcopy(QUANTIZATION[flavour]):
         config["quantization_config"] = quantization
     if quantization and model in DELTA_NETS:

@@ -49,10 +49,12 @@ DELTA_NETS = {
     ("qwen3_5_text", "static"): (38, 72, 119),
     ("qwen3_5_moe_text", "mixed"): (100, 244, 279),
 }
-INT4_EXPERTS = {
-    # Experts in INT4, with the seeds of "mixed": no lead was looked for.
+FOUR_BIT_EXPERTS = {
+    # Experts in INT4 or MXFP4, with the seeds of "mixed": no lead was looked for.
     ("qwen3_moe", "int4_experts"): (43, 49, 66),
     ("kimi_k2", "int4_experts"): (72, 75, 169),
+    ("kimi_k2", "mxfp4_experts"): (72, 75, 169),
+    ("gpt_oss", "mxfp4_experts"): (43, 49, 66),
 }
 NOT_COMPILED = ("bounded", "online")
 """Kinds that run eagerly only: compiled, they are like "token"."""
@@ -81,7 +83,7 @@ On CPU vLLM spawns them, which takes long.
 def prompts(flavour: tuple[str, str]) -> list[list[int]]:
     """Return the prompts for a model in a flavor."""
     plain = flavour[0], flavour[1].removesuffix("_plain")
-    return prompts_of((FLAVOURS | FAMILIES | DELTA_NETS | INT4_EXPERTS)[plain])
+    return prompts_of((FLAVOURS | FAMILIES | DELTA_NETS | FOUR_BIT_EXPERTS)[plain])
 
 
 def prompts_of(seeds: tuple[int, ...]) -> list[list[int]]:

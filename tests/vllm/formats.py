@@ -53,8 +53,8 @@ class Format(NamedTuple):
 
     Attributes:
         title: Its name on the compatibility page.
-        op: The op of its linear layers.
-        linear: Its name after "linear " in selection.csv.
+        op: The op of its linear layers, or of its experts.
+        linear: Its name after "linear " in selection.csv, empty where no seam serves them.
         written: The quant_methods of checkpoints.
         experts: Its name after "experts " in selection.csv: empty where vLLM has no such layer, None where no seam serves it.
         flavour: The flavour of engines.py that runs it.
@@ -130,12 +130,15 @@ FORMATS = (
         make=int4,
         written_experts="`compressed-tensors`; `gptq` by `--quantization moe_wna16`",
     ),
+    Format(
+        *("MXFP4 experts, BF16 inputs", "fused_experts", "", "`mxfp4`", "mxfp4", "mxfp4_experts"),
+    ),
 )
 GROUPS: dict[str, list[Format]] = {}
 for one in FORMATS:
     GROUPS.setdefault(one.group or one.title, []).append(one)
 """The formats of each row of the support matrix."""
-LINEARS = {one.linear: one for one in FORMATS}
+LINEARS = {one.linear: one for one in FORMATS if one.linear}
 """By the name in selection.csv."""
 
 
@@ -155,7 +158,7 @@ QUARK = {
 }
 NVFP4 = number("float", 4, "tensor_group", group_size=16)
 REFUSED = {
-    "MXFP4": {"quark": QUARK},
+    "MXFP4 linear layers": {"quark": QUARK},
     "NVFP4": {
         "modelopt": {
             "quant_method": "modelopt",
@@ -177,7 +180,7 @@ REFUSED = {
 }
 """Formats without a kernel -> quant_method -> a quantization_config."""
 TABLES_OF_REFUSED = {
-    "MXFP4": "_POSSIBLE_MXFP4_KERNELS",
+    "MXFP4 linear layers": "_POSSIBLE_MXFP4_KERNELS",
     "NVFP4": "_POSSIBLE_NVFP4_KERNELS",
     "FP8 weights, bf16 inputs": "_POSSIBLE_WFP8A16_KERNELS",
 }

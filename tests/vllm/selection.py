@@ -148,10 +148,12 @@ def moe_config(torch, **options):
 def experts(torch) -> dict[str, str]:
     """Return the experts of a DeepSeek V3 by quantization, routing and named backend, and those they hold."""
     from compressed_tensors.quantization import QuantizationArgs
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
-    from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16, mxfp8, unquantized
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16, mxfp4, mxfp8, unquantized
     from vllm.model_executor.layers.quantization import fp8 as method
     from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+    from vllm.platforms import current_platform
 
     answer = {}
 
@@ -170,6 +172,11 @@ def experts(torch) -> dict[str, str]:
     add("bf16", unquantized.select_unquantized_moe_backend, config)
     int4 = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
     add("int4", int_wna16.select_wna16_moe_backend, config, keys.kInt4Static32, int4, False, False, True)
+    gpt_oss = {"activation": MoEActivation.SWIGLUOAI, "has_bias": True}
+    gpt_oss = moe_config(torch, routing_method=RoutingMethodType.RenormalizeNaive, **gpt_oss)
+    if current_platform.is_rocm():
+        mxfp4._user_moe_activation_override = lambda: None  # there is no model to ask
+        add("mxfp4", mxfp4.select_mxfp4_moe_backend, gpt_oss)
     custom = moe_config(torch, routing_method=RoutingMethodType.Custom)
     add("fp8 block, custom routing", fp8.select_fp8_moe_backend, custom, *block)
     add("bf16, custom routing", unquantized.select_unquantized_moe_backend, custom)

@@ -32,7 +32,7 @@ from vllm.model_executor.layers.fused_moe.experts import (
     triton_moe,
 )
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+from vllm.model_executor.layers.fused_moe.oracle import int_wna16, mxfp4
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
@@ -51,7 +51,14 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.moe import base as experts
-from vllm_rocm_ops.vllm.moe import fp8_experts, mxfp8_experts, routing_experts, unquantized_experts, wna16_experts
+from vllm_rocm_ops.vllm.moe import (
+    fp8_experts,
+    mxfp4_experts,
+    mxfp8_experts,
+    routing_experts,
+    unquantized_experts,
+    wna16_experts,
+)
 from vllm_rocm_ops.vllm.selection import comparison, kernel_selection
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 8, 3, 256, 128, 5
@@ -66,11 +73,12 @@ KINDS = {
     "bf16": (None, None),
     "int4_32": ("kInt4Static32", None),
     "int4_128": ("kInt4Static", None),
+    "mxfp4": mxfp4_experts.SCHEME,
 }
 INT4 = "int4_32", "int4_128"
-ROUTING = [kind for kind in KINDS if kind not in ("mx", *INT4)]
+ROUTING = [kind for kind in KINDS if kind not in ("mx", *INT4, "mxfp4")]
 SEAMS = {"bf16": unquantized_experts, "mx": mxfp8_experts}  # the others are fp8_experts
-SEAMS |= dict.fromkeys(INT4, wna16_experts)
+SEAMS |= dict.fromkeys(INT4, wna16_experts) | {"mxfp4": mxfp4_experts}
 
 pytestmark = pytest.mark.usefixtures("configuration")
 
@@ -95,6 +103,8 @@ def select(kind: str, **options) -> type:
         return mxfp8.select_mxfp8_moe_backend(config=config(**options))[1]
     if kind in INT4:
         return select_int4(kind, **options)[1]
+    if kind == "mxfp4":
+        return mxfp4.select_mxfp4_moe_backend(config(**options))[1]
     return fp8.select_fp8_moe_backend(config(**options), *scheme(kind))[1]
 
 
@@ -165,6 +175,10 @@ class Layer:
             make = int_wna16.make_wna16_moe_quant_config
             self.quant_config = make(w1_scale, w2_scale, group_size=group_of(kind), num_bits=4)
             return
+        if kind == "mxfp4":
+            make = mxfp4.make_mxfp4_moe_quant_config
+            self.quant_config = make(mxfp4.Mxfp4MoeBackend.EMULATION, w1_scale, w2_scale)
+            return
         if kind == "mx":
             scales = {"w1_scale": w1_scale, "w2_scale": w2_scale, "is_scale_swizzled": False}
             self.quant_config = FusedMoEQuantConfig.make("mxfp8", **scales, block_shape=[1, 32])
@@ -181,6 +195,14 @@ class Layer:
         if self.kind == "mx":
             values, scale = torch.ops.vllm.mxfp8_quantize(weight, False, 0)
             return values, scale, values.float() * torch.exp2(scale.float() - 127).repeat_interleave(32, -1)
+        if self.kind == "mxfp4":
+            groups = weight.unflatten(2, (-1, 32))
+            scale = (groups.abs().amax(-1) / 4).log2().floor()
+            numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+            bits = ((groups.abs() / scale.exp2()[..., None])[..., None] - numbers).abs().argmin(-1)
+            exact = (numbers[bits] * groups.sign() * scale.exp2()[..., None]).flatten(2)
+            bits = (bits + 8 * (groups < 0)).flatten(2).to(torch.uint8)
+            return bits[..., 0::2] | bits[..., 1::2] << 4, (scale + 127).to(torch.uint8), exact
         if self.kind in INT4:
             groups = weight.unflatten(2, (-1, group_of(self.kind)))
             scale = (groups.abs().amax(-1) / 7).bfloat16()
@@ -197,7 +219,7 @@ class Layer:
 
     def rounded(self, x: Tensor, which: int) -> Tensor:
         """Return an input of the first or the second GEMM, rounded as it is quantized."""
-        if self.kind in ("bf16", *INT4):
+        if self.kind in ("bf16", "mxfp4", *INT4):
             return x
         if self.kind == "mx":
             values, scale = torch.ops.vllm.mxfp8_quantize(x[None], False, 0)
@@ -233,6 +255,9 @@ def kernel(layer: Layer, experts_class: type, **options):
     if layer.kind in INT4:
         backend = int_wna16.WNA16MoEBackend.TRITON
         return int_wna16.make_wna16_moe_kernel(layer.quant_config, config(**options), experts_class, backend)
+    if layer.kind == "mxfp4":
+        backend = mxfp4.Mxfp4MoeBackend.EMULATION
+        return mxfp4.make_mxfp4_moe_kernel(layer.quant_config, config(**options), experts_class, backend)
     backend = fp8.Fp8MoeBackend.TRITON_MXFP8 if layer.kind == "mx" else fp8.Fp8MoeBackend.TRITON
     return fp8.make_fp8_moe_kernel(layer.quant_config, config(**options), experts_class, backend)
 
@@ -310,7 +335,7 @@ def test_routing_too(kind):
 
 
 @pytest.mark.parametrize("rest", [rest for rest in REST if rest])
-@pytest.mark.parametrize("kind", ["block", "channel", "mx", "bf16", "int4_32"])
+@pytest.mark.parametrize("kind", ["block", "channel", "mx", "bf16", "int4_32", "mxfp4"])
 def test_other_activations_and_biases(kind, rest):
     """A layer with biases or another activation equals vLLM's formulas, in experts that route and others."""
     layer, (weights, ids), hidden = Layer(kind, rest), routed(), inputs()
@@ -685,7 +710,7 @@ def test_unsupported_layers_stay_vllms(monkeypatch):
     assert not plugin_serves()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mxfp4"])
 def test_experts_of_a_named_backend_are_the_baseline(kind, monkeypatch):
     """The plugin keeps those that vLLM selects for it, whatever AITER's switch says. Other backends are vLLM's."""
     holder = mxfp8_native_moe.Mxfp8NativeTritonExperts if kind == "mx" else triton_moe.TritonExperts

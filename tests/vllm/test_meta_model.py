@@ -39,7 +39,11 @@ WANTED = {
         "experts": ("fused_experts", (64, 64, 6, 2560, 1536, "block"), 27), "routing": ("FusedTopKBiasRouter", (64, 6, True, 1, 1, "softmax", 1.0, True), 27),
     }),
     "gpt-oss-20b": (2, {
-        "qkv": ("unquantized_gemm", (2560, 2880, True), 24), "experts": ("Mxfp4", (), 24), "attention": ("sink", (), 24),
+        "qkv": ("unquantized_gemm", (2560, 2880, True), 24), "attention": ("sink", (), 24),
+        "experts": ("fused_experts", (32, 32, 4, 3072, 1536, "mxfp4", False, True, 7.0, 1.702, 1.0, True), 24), "routing": ("topk_softmax", (32, 4, True), 24),
+    }),
+    "gpt-oss-120b": (1, {
+        "experts": ("fused_experts", (128, 128, 4, 3072, 3072, "mxfp4", False, True, 7.0, 1.702, 1.0, True), 36), "routing": ("topk_softmax", (128, 4, True), 36),
     }),
     "qwen3-next-80b-a3b-fp8": (2, {
         "in_proj_qkvz": ("block_scaled_mm", (6144, 2048), 36), "qkv": ("block_scaled_mm", (4608, 2048), 12),

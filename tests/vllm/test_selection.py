@@ -226,12 +226,19 @@ def test_experts_are_served(selected, release, arch, aiter):
     """They come first, hold vLLM's that read weights as loaded, and route unless routing is the model's own.
 
     With AITER enabled by the user, they hold AITER's, and do not route. They hold the ones of a backend that the user names.
-    MX-FP8 experts do not route, and are the plugin's if the GPU supports it; AITER has none for INT4.
+    MX-FP8 experts do not route, and are the plugin's if the GPU supports it; AITER has none for INT4. MXFP4 experts hold
+    those that vLLM selects, but for AITER's in an order of their own, on gfx950.
     """
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
     assert with_plugin["experts int4"] == f"RocmOpsWna16Experts holds {without['experts int4']}"
     kinds = {"fp8 block": "Fp8", "fp8 channel": "Fp8", "fp8 static": "Fp8", "fp8 dynamic": "Fp8", "bf16": "Unquantized"}
-    of_aiter = [what for what in without if what.startswith("experts ") and what[8:] not in ("mxfp8", "int4")]
+    by_vllm = without["experts mxfp4"]
+    holds = {"OAI": "RocmOpsRoutingMxfp4TritonExperts", "AiterW4A16": "RocmOpsRoutingMxfp4AiterTritonMxfp4Bf16Experts"}
+    plugin = next((name for kept, name in holds.items() if by_vllm.startswith(kept)), None)
+    assert with_plugin["experts mxfp4"] == (f"{plugin} holds {by_vllm}" if plugin else by_vllm)
+    assert (plugin is None) is ((arch, aiter) == ("gfx950", "1"))
+    others = "mxfp8", "int4", "mxfp4"
+    of_aiter = [what for what in without if what.startswith("experts ") and what[8:] not in others]
     for what in of_aiter if aiter == "1" else ():
         name = "Unquantized" if "bf16" in what else "Fp8"
         kept = "Routing" if "named" in what else "Aiter"

@@ -85,6 +85,14 @@ def clamped_swiglu(experts: FusedMoEExperts) -> tuple[float | None, float, float
     return quant.gemm1_clamp_limit, 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
 
 
+def mx_scale(precision):
+    """Return the scales of MXFP4 weights in triton_kernels' configuration of a product. Up to 0.30 vLLM knows one name only."""
+    from vllm.model_executor.layers.quantization.utils import mxfp4_utils
+
+    find = getattr(mxfp4_utils, "weight_mx_scale", None)
+    return precision.weight_scale if find is None else find(precision)
+
+
 @functools.cache
 def gate_classes() -> tuple[type, ...]:
     """Return the classes of vLLM's gates. Up to 0.30 GLM-4.x's is PyTorch's, whose tokens its code converts to float32."""

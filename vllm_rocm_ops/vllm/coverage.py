@@ -58,7 +58,8 @@ def kernels_of(module: torch.nn.Module) -> Iterator[object]:
     moe = getattr(method, "moe_kernel", None)
     holders = [vars(holder) for holder in (method, getattr(module, "scheme", None), moe) if hasattr(holder, "__dict__")]
     held = [value for holder in holders for value in holder.values()] + [getattr(moe, "fused_experts", None)]
-    yield from {id(kernel): kernel for kernel in held if type(kernel).__name__.startswith("RocmOps")}.values()
+    ours = (kernel for kernel in held if type(kernel).__name__.startswith("RocmOps"))
+    yield from {id(kernel): kernel for kernel in ours if not getattr(kernel, "refused", "")}.values()
 
 
 def kind_of(module: torch.nn.Module) -> str | None:

@@ -44,6 +44,7 @@ FILES = {
     "measured_selection": "worker_startup",
     "mla_attention": "attention.mla",
     "mla_norms": "attention.mla_norms",
+    "mxfp4_experts": "moe.mxfp4_experts",
     "mxfp8_experts": "moe.mxfp8_experts",
     "norm": "graph.norm",
     "norm_residuals": "attention.norm_residuals",

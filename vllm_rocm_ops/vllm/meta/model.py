@@ -45,7 +45,7 @@ def prepare(arch: str) -> None:
     """Make this process one with a simulated GPU, install the seams, and import what building a model needs."""
     from vllm_rocm_ops.vllm.meta import simulated
 
-    absent = *(f"vllm.{name}" for name in simulated.COMPILED), "flash_attn", "triton_kernels"
+    absent = *(f"vllm.{name}" for name in simulated.COMPILED), "flash_attn"
     sys.meta_path.insert(0, simulated.Pretended(*absent))
     import torch
     from vllm import envs

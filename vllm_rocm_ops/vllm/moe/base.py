@@ -22,8 +22,6 @@ traces the layer, there are no kept experts, and the op's reference runs.
   `shared_experts` is unused here. With expert parallelism the layer stays AITER's.
 """
 
-import copy
-import dataclasses
 import sys
 import types
 from collections.abc import Callable
@@ -40,7 +38,15 @@ from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import moe_side_channel
 from vllm_rocm_ops.vllm.linear import base as linear_base
-from vllm_rocm_ops.vllm.moe.expert_support import Predicates, refusal, rest_of, say_refused, swiglu_of
+from vllm_rocm_ops.vllm.moe.expert_support import (
+    Predicates,
+    copy_of,
+    refusal,
+    rest_of,
+    say_refused,
+    swiglu_of,
+    those_that_came,
+)
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
 from vllm_rocm_ops.vllm.selection.key import Baseline
@@ -95,34 +101,25 @@ def run(
     arguments = op_arguments(experts, *routed, expert_map, on_input, hidden_scale, out_dtype, activation)
     if baseline is None:
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
+    call = topk_ids.shape[1], topk_ids.dtype, expert_map, on_input, activation, global_num_experts
+    choice = choice_of(experts, len(hidden), COMPARISON, w1, w2, out_dtype, *call)
+    return linear_base.run_or_baseline(baseline, ops.fused_experts, choice, *arguments)
+
+
+def choice_of(experts, tokens: int, comparison: LayerComparison, w1: Tensor, w2: Tensor, dtype: torch.dtype, *call):
+    """Return the choice for a layer, given the rest of `Experts`' layer, and hand all calls to a baseline that always serves."""
     choice = getattr(experts, "choice", None)
     if choice is None or choice.layers is not None:
-        key = (
-            type(experts),
-            experts.named,
-            w1.shape,
-            w2.shape,
-            w1.dtype,
-            scheme_of(w1, experts.w1_scale).name,
-            out_dtype,
-            topk_ids.shape[1],
-            expert_map is None,
-            rest_of(experts, activation),
-        )
-        call = (
-            topk_ids.shape[1],
-            topk_ids.dtype,
-            expert_map,
-            apply_router_weight_on_input,
-            activation,
-            global_num_experts,
-        )
-        layer = w1, w2, out_dtype, experts, *call
+        topk, _, expert_map, _, activation, _ = call
+        scheme, rest = scheme_of(w1, experts.w1_scale).name, rest_of(experts, activation)
+        kept = type(experts), experts.named
+        key = *kept, w1.shape, w2.shape, w1.dtype, scheme, dtype, topk, expert_map is None, rest
+        layer = w1, w2, dtype, experts, *call
         beside = Baseline(experts.baseline_class().__name__, named=experts.named)
-        choice = experts.choice = kernel_selection.choice_for(key, COMPARISON, beside, lambda: layer, w1, len(hidden))
+        choice = experts.choice = kernel_selection.choice_for(key, comparison, beside, lambda: layer, w1, tokens)
     if choice.baseline_always_serves:
         experts.leave()
-    return linear_base.run_or_baseline(baseline, ops.fused_experts, choice, *arguments)
+    return choice
 
 
 class Experts(LayerComparison):
@@ -173,7 +170,7 @@ class Experts(LayerComparison):
     def baseline(self, layer, x, weights, ids):
         w1, w2, _, experts, _, _, expert_map, on_input, activation, total = layer
         options = activation, total, experts.map_of_baseline(expert_map), on_input
-        return experts.kernel.apply(x, w1, w2, weights, ids, *options)
+        return experts.kernel.apply(x, *experts.held(w1, w2), weights, ids, *options)
 
     def exact(self, arguments, x, rows, columns):
         layer, _, weights, ids = arguments
@@ -300,11 +297,6 @@ def baseline_class(oracle, backend, scheme: tuple) -> type | None:
     )
 
 
-def copy_of(quant_config):
-    """Copy a configuration and keep its scales. vLLM's MX-FP8 experts remove them from the given one."""
-    return dataclasses.replace(quant_config, _w1=copy.copy(quant_config._w1), _w2=copy.copy(quant_config._w2))
-
-
 def modular(name: str, schemes: tuple, oracle, backend) -> type:
     """Return the plugin's class of experts for tokens that vLLM has routed; vLLM's experts for `backend` are kept.
 
@@ -385,7 +377,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
             leave = None if self.baseline is None else baseline
             ids = topk_ids if expert_tokens_meta is None else those_that_came(topk_ids, expert_tokens_meta)
-            routed = hidden_states, w1, w2, weights, ids
+            routed = hidden_states, *self.readable(w1, w2), weights, ids
             options = expert_map, False, activation, global_num_experts
             result = run(self, leave, *routed, *options, a1q_scale, output.dtype)
             if result is not output:
@@ -402,9 +394,3 @@ def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
     made.beside_aiter = backend.name == "TRITON" and hasattr(type(backend), "AITER")
     made.shuffled = backend.name == "AITER"
     return made
-
-
-def those_that_came(ids: Tensor, meta) -> Tensor:
-    """Return the expert ids, with -1 for the spare rows of a buffer of tokens from other ranks."""
-    came = torch.arange(len(ids), device=ids.device) < meta.expert_num_tokens
-    return torch.where(came[:, None], ids, -1)

@@ -1,5 +1,7 @@
 """Answer vLLM which MoE layers the plugin's experts support."""
 
+import copy
+import dataclasses
 import functools
 import logging
 
@@ -79,11 +81,25 @@ def say_refused(why: str, what: str = "MoE experts") -> None:
     logger.info("vllm-rocm-ops: %s stay on vLLM's kernels, because the plugin does not support %s", what, why)
 
 
+def copy_of(quant_config):
+    """Copy a configuration and keep its scales. vLLM's MX-FP8 experts remove them from the given one."""
+    return dataclasses.replace(quant_config, _w1=copy.copy(quant_config._w1), _w2=copy.copy(quant_config._w2))
+
+
+def those_that_came(ids: Tensor, meta) -> Tensor:
+    """Return the expert ids, with -1 for the spare rows of a buffer of tokens from other ranks."""
+    came = torch.arange(len(ids), device=ids.device) < meta.expert_num_tokens
+    return torch.where(came[:, None], ids, -1)
+
+
 class Predicates:
     """Answer vLLM's questions about the plugin's experts.
 
     `schemes` are pairs of weight and activation key. `baseline_class()` returns vLLM's class for unsupported calls.
     """
+
+    refused = ""
+    """The reason for which vLLM's experts serve all calls of the layer, found at the first one."""
 
     @property
     def expects_unquantized_inputs(self):
@@ -159,6 +175,14 @@ class Predicates:
     def _supports_parallel_config(config):
         return not refusal(config)
 
+    def readable(self, w1, w2) -> tuple[Tensor, Tensor]:
+        """Return a layer's weights as the op reads them, given vLLM's form of them."""
+        return w1, w2
+
+    def held(self, w1: Tensor, w2: Tensor) -> tuple:
+        """Return vLLM's form of a layer's weights, given the form that the op reads."""
+        return w1, w2
+
     def leave(self) -> None:
         """Hand all later calls to vLLM's experts. Experts that route keep theirs."""
 
@@ -179,13 +203,17 @@ class Predicates:
 
 
 def first_weight(layer: torch.nn.Module) -> Tensor | None:
-    """Return the first weight of a layer of experts, by the names that vLLM's quantizations give it; None of another layer."""
+    """Return the first weight of a layer of experts, by the names that vLLM's quantizations give it; None of another layer.
+
+    triton_kernels' is a view with the columns last.
+    """
     names = "w13_weight", "w13_weight_packed", "w13_qweight"
-    return next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
+    weight = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
+    return weight if weight is None or isinstance(weight, Tensor) else weight.storage.data.transpose(1, 2)
 
 
 def held_by(layer: torch.nn.Module) -> Predicates | None:
     """Return the plugin's experts that a layer holds, None if it has others or none."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
-    return experts if isinstance(experts, Predicates) else None
+    return experts if isinstance(experts, Predicates) and not experts.refused else None

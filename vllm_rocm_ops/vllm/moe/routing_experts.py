@@ -222,13 +222,18 @@ def monolithic(modular: type) -> type:
 
 
 def probe() -> None:
-    """Raise `Unavailable` unless a required seam is on and vLLM's monolithic experts are as expected."""
+    """Raise `Unavailable` unless a required seam is on and vLLM is as expected."""
+    if not fp8_experts.PLUGIN_EXPERTS + unquantized_experts.PLUGIN_EXPERTS:
+        raise seam.Unavailable("requires fp8_experts or unquantized_experts")
+    probe_vllm()
+
+
+def probe_vllm() -> None:
+    """Raise `Unavailable` unless vLLM's monolithic experts and routers are as expected."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
     from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 
-    if not fp8_experts.PLUGIN_EXPERTS + unquantized_experts.PLUGIN_EXPERTS:
-        raise seam.Unavailable("requires fp8_experts or unquantized_experts")
     seam.require_parameters(modular_kernel.FusedMoEExpertsMonolithic.apply, *APPLY)
     seam.require_parameters(fused_topk_router._get_padding_mask, "num_tokens")
     seam.require_parameters(router_factory().create_fused_moe_router, "top_k", "global_num_experts", "renormalize")
