@@ -74,6 +74,7 @@ VENDOR_TOKENS = {
     # These choose the vendor's header.
     r"__AMDGCN__|__NVPTX__|__HIP|__CUDA": (
         "csrc/device/gpu.h",
+        "csrc/device/flags.h",
         "csrc/device/four_bit.h",
         "csrc/device/tile_mma.h",
         "csrc/gemm/skinny/packed_tile.h",
