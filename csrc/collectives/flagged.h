@@ -154,7 +154,7 @@ struct FlaggedBlock {
   DEVICE void await_flags(u32 stage) const {
     const u32 waves = threads / wave::kLanes;
     for (u32 peer = wave::index(); peer < group.ranks; peer += waves) {
-      bool is_up = peer == group.rank;
+      bool is_up = !(Protocol::others(group) >> peer & 1);
       const u64 begin = wave::time();
       while (!is_up) {
         const u32 error = wave::uniform(mem::load_system<u32>(group.mine));
@@ -179,7 +179,7 @@ struct FlaggedBlock {
       if (peer >= group.ranks) continue;
 #pragma unroll
       for (u32 i = 0; i < kCount; ++i) {
-        const bool inside = index[i] < end;
+        const bool inside = index[i] < end && !is_absent(0, peer);  // without a flag, it may be written now
         if (peer == group.rank) values[peer][i] = own(row, index[i], inside);
         else values[peer][i] = Protocol::get(group.mine, sent_at(row, peer) + (index[i] - offset) * 16, inside);
       }
@@ -242,21 +242,21 @@ struct FlaggedBlock {
       }
       return;
     }
+    bool is_there[kChunks];
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i) {
       const u32 index = i * threads + wave::thread_id();
-      sums[i] = Protocol::get(group.mine, sums_at(row) + index * 16, index < count);
+      is_there[i] = index < count;
+#pragma unroll
+      for (u32 peer = 0; peer < kRanks; ++peer)
+        if (is_absent(1, peer) && index >= peer * slice && index < (peer + 1) * slice) is_there[i] = false;
     }
 #pragma unroll
-    for (u32 peer = 0; peer < kRanks; ++peer) {
-      if (peer >= group.ranks || !is_absent(1, peer)) continue;
+    for (u32 i = 0; i < kChunks; ++i)
+      sums[i] = Protocol::get(group.mine, sums_at(row) + (i * threads + wave::thread_id()) * 16, is_there[i]);
 #pragma unroll
-      for (u32 i = 0; i < kChunks; ++i) {
-        const u32 index = i * threads + wave::thread_id();
-        if (index >= peer * slice && index < (peer + 1) * slice)
-          sums[i] = u32x4{kNotThere, kNotThere, kNotThere, kNotThere};
-      }
-    }
+    for (u32 i = 0; i < kChunks; ++i)
+      if (!is_there[i]) sums[i] = u32x4{kNotThere, kNotThere, kNotThere, kNotThere};
   }
 };
 
