@@ -13,7 +13,7 @@ from test_all_reduce import KERNELS, check_call, name_of
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import RankMissing, flagged, launches
-from vllm_rocm_ops.core import kernel_arguments
+from vllm_rocm_ops.core import archs, kernel_arguments
 from vllm_rocm_ops.core.launch import I64, Launch, code_object
 from vllm_rocm_ops.emulator import errors
 
@@ -210,3 +210,43 @@ def test_a_missing_rank_is_reported_with_nan_results(monkeypatch, ranks, stages)
     group.run()
     with pytest.raises(RankMissing):
         group.reduces[late].check()
+
+
+# Configurations, and unsupported calls
+
+
+def config_of(arch_name: str, ranks: int, rows: int, hidden: int, blocks: int = 304) -> tuple[int, int, int]:
+    """Return stages, blocks per row and rows of blocks."""
+    group = launches.Group(0, (0,) * ranks, 0, 0, blocks, 1, payload=flagged.PAYLOAD)
+    a = ops.rms_norm.Arguments(torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta"), None, 1e-6, False)
+    config = flagged.default(a, archs.named(arch_name), group)
+    assert config.parts == 1 or rows * config.parts <= blocks
+    return config.stages, config.parts, config.row_blocks
+
+
+def test_stages_and_blocks():
+    """Two ranks send all in one trip. More blocks share a row where there are few rows, if all are resident."""
+    assert config_of(AMD[0], 2, 64, 16384) == (1, 4, 64)
+    assert config_of(AMD[0], 8, 64, 16384) == (2, 4, 64)
+    assert config_of(AMD[0], 8, 128, 16384) == (2, 1, 128)
+    assert config_of(AMD[0], 8, 292, 7168) == (2, 1, 292)
+    assert config_of(AMD[0], 8, 292, 7168, blocks=132) == (2, 1, 132)
+    assert config_of("sm_90", 4, 8, 16384) == (1, 8, 8)
+
+
+def test_calls_go_to_the_protocol_of_their_size():
+    group = EmulatedGroup(AMD[0], 2, payload=flagged.PAYLOAD)
+    reduce = group.reduces[0]
+
+    def symbol(rows: int, hidden: int = 16384) -> str:
+        reduce.sum(torch.empty(rows, hidden, dtype=torch.bfloat16))
+        return group.queues[0].launches[-1][1].symbol
+
+    assert symbol(4) == "all_reduce_bf16_2_x2" and symbol(5) == "all_reduce_flagged_bf16_2_x4" == symbol(128)
+    assert symbol(128, 512) == "all_reduce_flagged_bf16_2_x1", "more rows than resident blocks"
+    many = torch.empty(129, 16384, dtype=torch.bfloat16)
+    assert reduce.unsupported(None, many) == "the kernels require that input has at most 2097152 values (4 MiB)"
+    wide = torch.empty(9, 16392, dtype=torch.bfloat16)
+    assert "hidden is at most 16384" in reduce.unsupported(None, wide)
+    padded = torch.empty(4000, 520, dtype=torch.bfloat16)
+    assert "its rows fit in 10485760 bytes of an inbox" in reduce.unsupported(None, padded)

@@ -99,9 +99,10 @@ def cost(config: Config, a, arch: Arch, group: Group) -> float:
     costs, ranks, rows = arch.costs.collective, group.ranks, rows_of(a.input)
     row_bytes = a.input.shape[-1] * 2
     wire = rows * row_bytes * (1 if config.stages == 1 else 2 / ranks) / costs.peer_bytes_per_us(ranks)
-    loaded = row_bytes * (ranks if config.stages == 1 else 2) / config.parts * -(-rows // config.row_blocks)
+    sent, loaded = (ranks - 1, ranks) if config.stages == 1 else (2 * (ranks - 1) / ranks, 2)
+    of_block = row_bytes * (sent + loaded) / config.parts * -(-rows // config.row_blocks)
     exchange = costs.exchange_us if config.parts > 1 and not isinstance(a, Sum) else 0.0
-    return wire + loaded / costs.unit_bytes_per_us + exchange + config.stages * costs.hop_us
+    return wire + of_block / costs.unit_bytes_per_us + exchange + config.stages * costs.hop_us
 
 
 def default(a, arch: Arch, group: Group) -> Config:
