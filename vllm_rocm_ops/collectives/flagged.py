@@ -89,7 +89,7 @@ def configs(a, arch: Arch, group: Group) -> list[Config]:
         Config(parts, threads, chunks, min(rows, most // parts), stages)
         for stages in STAGES
         for parts in PARTS
-        if parts == 1 or (threads // parts >= arch.wave_lanes and rows * parts <= most and rows <= EXCHANGE_ROWS)
+        if parts == 1 or (threads // parts >= arch.wave_lanes and rows <= EXCHANGE_ROWS)
     ]
     return [each for each in made if each.payload(rows, group.ranks) <= group.payload]
 
@@ -100,9 +100,9 @@ def cost(config: Config, a, arch: Arch, group: Group) -> float:
     row_bytes = a.input.shape[-1] * 2
     wire = rows * row_bytes * (1 if config.stages == 1 else 2 / ranks) / costs.peer_bytes_per_us(ranks)
     sent, loaded = (ranks - 1, ranks) if config.stages == 1 else (2 * (ranks - 1) / ranks, 2)
-    of_block = row_bytes * (sent + loaded) / config.parts * -(-rows // config.row_blocks)
-    exchange = costs.exchange_us if config.parts > 1 and not isinstance(a, Sum) else 0.0
-    return wire + of_block / costs.unit_bytes_per_us + exchange + config.stages * costs.hop_us
+    of_row = row_bytes * (sent + loaded) / config.parts / costs.unit_bytes_per_us
+    of_row += costs.exchange_us if config.parts > 1 and not isinstance(a, Sum) else 0.0
+    return wire + of_row * -(-rows // config.row_blocks) + config.stages * costs.hop_us
 
 
 def default(a, arch: Arch, group: Group) -> Config:

@@ -7,7 +7,7 @@ BUGS = (
     Bug("an addend without its factor before vLLM's all-reduce", "collectives/launches.py",
         "torch.add(a.input, a.addend, alpha=a.addend_factor)", "a.input + a.addend",
         Tests("vllm/test_reduced_norms.py::test_a_sum_before_the_all_reduce")),
-    Bug("more blocks of a row than are resident", "collectives/flagged.py", "and rows * parts <= most and", "and",
+    Bug("more blocks of a row than are resident", "collectives/flagged.py", "most // parts", "most",
         Tests("emulator/test_flagged.py::test_stages_and_blocks", module="all_reduce_flagged")),
     Bug("payload that does not fit its buffer", "collectives/flagged.py",
         "if each.payload(rows, group.ranks) <= group.payload]", "]",
