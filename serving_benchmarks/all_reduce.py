@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from serving_benchmarks.all_reduce_ways import LIMIT_SECONDS, WORDS, call_way, create_way, is_right
 from vllm_rocm_ops import collectives, ops
-from vllm_rocm_ops.collectives import flagged, launches
 from vllm_rocm_ops.collectives import streams as streams_of_one
 from vllm_rocm_ops.core import clock
 from vllm_rocm_ops.core.correctness import as_tuple
@@ -43,8 +43,6 @@ OPS = {
 OTHERS = ["nccl", "vllm", "flashinfer"]
 CALLS, ROUNDS, EPSILON, SCALE = 32, 15, 1e-6, 0.05
 DTYPE = torch.bfloat16
-LIMIT_SECONDS = 20.0
-WORDS = "words"
 
 Call = Callable[[torch.Tensor, tuple], object]
 """Called with a rank's input and the op's further arguments."""
@@ -352,7 +350,10 @@ def time_process(rank: int, options: argparse.Namespace, store: str) -> None:
     x0, rows = torch.zeros(1, 512, dtype=DTYPE, device=device), []
     with torch.inference_mode(), torch.cuda.stream(stream):
         others = Others(options, op, reduce, group, device)
-        ways = {"plugin": reduce, **{way: create_way(way, options, group, device) for way in options.ways}}
+        ways = {
+            "plugin": reduce,
+            **{way: create_way(way, max(options.hidden) * max(options.tokens), group, device) for way in options.ways},
+        }
         calls: dict[str, Call] = {way: functools.partial(call_way, way, of_way, op) for way, of_way in ways.items()}
         calls |= others.calls
         for size in sizes(options):
@@ -375,45 +376,6 @@ def time_process(rank: int, options: argparse.Namespace, store: str) -> None:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # skips the teardown of other communicators
-
-
-def create_way(way: str, options: argparse.Namespace, group, device: torch.device):
-    """Return an all-reduce for one way of the plugin's: its words at any size, or stages and blocks per row."""
-    words = {"capacity": max(options.hidden) * max(options.tokens) // 2, "payload": 0}
-    return collectives.create(group, device, **(words if way == WORDS else {"capacity": 0}), seconds=LIMIT_SECONDS)
-
-
-def call_way(way: str, reduce, op, x: torch.Tensor, args: tuple) -> object:
-    """Call the plugin in its own or a given configuration. Raises StopIteration where that does not fit."""
-    usual = flagged.default
-
-    def default(*of) -> flagged.Config:
-        stages, parts = map(int, way.split("x"))
-        return next(each for each in flagged.configs(*of) if (each.stages, each.parts) == (stages, parts))
-
-    try:
-        flagged.default = default if "x" in way else usual
-        return reduce(op, x, *args)
-    finally:
-        flagged.default = usual
-
-
-def is_right(op, group, x: torch.Tensor, args: tuple, found: tuple) -> bool:
-    """True if a call's first result has the same bits on all ranks, and is the one in PyTorch but for roundings."""
-    import torch.distributed as dist
-
-    def values(results: tuple) -> torch.Tensor:
-        values, *scales = results
-        if not scales or scales[0].dtype != torch.float32:
-            return values.float()
-        return values.float() * scales[0].repeat_interleave(x.shape[1] // scales[0].shape[1], 1)
-
-    every: list = [None] * dist.get_world_size(group)
-    bits = found[0].contiguous().view(torch.uint8).cpu()
-    dist.all_gather_object(every, (x.cpu(), bits), group=group)
-    wanted = values(as_tuple(launches.reference(op, [each.to(x.device) for each, _ in every], *args)))
-    error = (values(found) - wanted).abs().mean() / wanted.abs().mean()
-    return bool(error < 0.01) and all(torch.equal(bits, other) for _, other in every)
 
 
 def time_call(name: str, call: Call, size: tuple, others: Others, reduce, x0: torch.Tensor, way) -> float | str:

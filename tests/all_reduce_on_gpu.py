@@ -265,7 +265,7 @@ def caught(reduce) -> RankMissing | None:
     return None
 
 
-def run_streams(ranks: int, launches: int, sizes) -> Iterator[str]:
+def run_streams(ranks: int, launches: int, sizes=SIZES) -> Iterator[str]:
     """Run all ranks in this process."""
     os.environ |= streams_of_one.ENVIRONMENT | os.environ
     device = torch.device("cuda", 0)

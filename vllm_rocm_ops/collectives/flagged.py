@@ -54,7 +54,7 @@ class Config(launches.Config):
         }
 
     def module(self, module: str) -> str:
-        """Return the file in csrc/ops, of launches.MODULES."""
+        """Return the file in csrc/ops, for one of launches.MODULES."""
         return module.replace(launches.SUM, f"{launches.SUM}_flagged", 1)
 
     def grid(self, rows: int) -> tuple[int, int, int]:

@@ -111,7 +111,7 @@ class Config:
         return {}
 
     def module(self, module: str) -> str:
-        """Return the file in csrc/ops, of those of `MODULES`."""
+        """Return the file in csrc/ops, for one of `MODULES`."""
         return module
 
     def grid(self, rows: int) -> tuple[int, int, int]:
