@@ -45,7 +45,7 @@ def test_every_kind(check, op, dtype):
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (3, 1), *((ranks, 2) for ranks in launches.RANKS)])
 def test_every_number_of_ranks(check, ranks, stages):
     """Rows are fewer and more than ranks, blocks fewer than rows, and slices no multiple of a wave."""
-    check(AMD[0], ranks, ops.rms_norm_dynamic_per_token_quant, torch.bfloat16, 4, 1080, stages, blocks=3)
+    check(AMD[0], ranks, ops.rms_norm_dynamic_per_token_quant, torch.bfloat16, 3, 552, stages, blocks=2)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,7 @@ def test_every_number_of_ranks(check, ranks, stages):
         (2, 3, 16384, 1, 1),
         (2, 1, 16384, 2, 8),
         (4, 2, 7168, 2, 2),
-        (8, 1, 7168, 2, 1),
-        (8, 2, 2880, 2, 1),
+        (8, 1, 2880, 2, 1),
         (2, 1, 8, 2, 1),
     ],
 )

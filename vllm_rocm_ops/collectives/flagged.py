@@ -89,7 +89,7 @@ def configs(a, arch: Arch, group: Group) -> list[Config]:
         Config(parts, threads, chunks, min(rows, most // parts), stages)
         for stages in STAGES
         for parts in PARTS
-        if parts == 1 or (threads // parts >= arch.wave_lanes and rows <= EXCHANGE_ROWS)
+        if parts == 1 or (parts <= most and threads // parts >= arch.wave_lanes and rows <= EXCHANGE_ROWS)
     ]
     return [each for each in made if each.payload(rows, group.ranks) <= group.payload]
 
