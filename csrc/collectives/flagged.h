@@ -13,8 +13,8 @@
 // that the peer's launch of the epoch before has ended, and with it its loads. So a store of epoch e + 2 finds nobody
 // who reads epoch e, and a flag of e + 2 replaces one that was seen.
 //
-// The launches have an epoch counter of their own: epochs of one_shot.h's launches between them would leave a flag's
-// buffer behind. The inbox, its error and the time limit are shared with those launches.
+// The launches have an epoch counter of their own, so that the argument needs no launch of one_shot.h, whose words order
+// nothing but themselves. The inbox, its error and the time limit are shared with those launches.
 #pragma once
 #include "all_reduce.h"
 #include "device/flags.h"
@@ -59,10 +59,9 @@ struct FlaggedBlock {
   const FlaggedRows& rows;
   u32* absent;  // [stages, kMaxRanks] in LDS: whether a rank's flag is missing
   u32 epoch, threads, first_thread, part;
-  u32 count;     // vectors of the part
-  u32 slice;     // of which each rank sums, the last ones fewer
-  u32 buffer;    // offset of the epoch's buffer
-  u32 next_row;  // rows between two of this block
+  u32 count;   // vectors of the part
+  u32 slice;   // of which each rank sums, the last ones fewer
+  u32 buffer;  // offset of the epoch's buffer
   u64 limit;
   bool is_complete = false;  // whether the last stage's flags are up
 
