@@ -137,11 +137,12 @@ def run_sums(built, ranks: int, seed: int, sizes, kernel="right", stages=2, **op
                 raise WrongSum(f"rank {rank}, launch {number}")
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stages", flagged.STAGES)
 @pytest.mark.parametrize("ranks", (2, 4, 8))
 def test_schedules(built, ranks, stages):
     """Four launches, so that each buffer is used again, with grids of other sizes between."""
-    for seed in range(200 if FULL else 8 // ranks):
+    for seed in range((400 if FULL else 8) // ranks):
         run_sums(built, ranks, seed, (ONE, MANY, ONE, MANY), stages=stages)
 
 
