@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from serving_benchmarks.all_reduce_ways import LIMIT_SECONDS, WORDS, call_way, create_way, is_right
 from vllm_rocm_ops import collectives, ops
-from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.collectives import streams as streams_of_one
 from vllm_rocm_ops.core import clock
 from vllm_rocm_ops.core.correctness import as_tuple
@@ -43,7 +43,6 @@ OPS = {
 OTHERS = ["nccl", "vllm", "flashinfer"]
 CALLS, ROUNDS, EPSILON, SCALE = 32, 15, 1e-6, 0.05
 DTYPE = torch.bfloat16
-LIMIT_SECONDS = 20.0
 
 Call = Callable[[torch.Tensor, tuple], object]
 """Called with a rank's input and the op's further arguments."""
@@ -75,6 +74,11 @@ def sets_of(op, rows: int, hidden: int, device: torch.device, fp8: torch.dtype, 
         for _ in range(count)
     ]
     return made * (CALLS // count)
+
+
+def clones(args: tuple) -> tuple:
+    """Return copies of a call's tensors."""
+    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
 
 
 def capture(call: Call, sets: list[tuple], stream: torch.cuda.Stream | None = None, around=contextlib.nullcontext):
@@ -118,7 +122,11 @@ def _other(device: torch.device) -> torch.Tensor:
 
 def sizes(options: argparse.Namespace) -> Iterable[tuple[int, int, bool]]:
     """Return each hidden size and number of tokens, with cold and with warm caches."""
-    return itertools.product(options.hidden, options.tokens, (True, False))
+    if options.kib:
+        pairs = [(hidden, kib * 1024 // 2 // hidden) for hidden in options.hidden for kib in options.kib]
+    else:
+        pairs = list(itertools.product(options.hidden, options.tokens))
+    return [(*pair, is_cold) for pair in pairs for is_cold in ((True,) if options.cold else (True, False))]
 
 
 def table(title: str, columns: list[str], rows: list[tuple[int, int, bool, dict[str, float | str]]]) -> None:
@@ -153,8 +161,7 @@ def time_streams(options: argparse.Namespace, op) -> None:
     """Print times with ranks as streams of this process, which share one GPU's compute units and memory."""
     os.environ |= streams_of_one.ENVIRONMENT | os.environ
     device, ranks = torch.device("cuda", 0), options.ranks
-    capacity = max(options.hidden) * max(options.tokens) // 2
-    group = collectives.in_process(ranks, device, capacity=capacity, seconds=LIMIT_SECONDS)
+    group = collectives.in_process(ranks, device, seconds=LIMIT_SECONDS)
     streams, rows = [torch.cuda.Stream(device) for _ in group], []
     streams_of_one.check_overlap(streams, device)
     fp8, x0 = group[0].arch.fp8_dtype, torch.zeros(1, 512, dtype=DTYPE, device=device)
@@ -319,7 +326,7 @@ class Others:
                 rms_gamma=a.weight,
                 rms_eps=EPSILON,
                 scale_factor=inverse_scale,
-                use_oneshot=True,
+                use_oneshot=None if self.options.kib else True,
                 fp32_acc=True,
             )
             return out
@@ -339,14 +346,20 @@ def time_process(rank: int, options: argparse.Namespace, store: str) -> None:
     timeout = datetime.timedelta(seconds=90)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
     group, op, stream = dist.group.WORLD, OPS[options.op], torch.cuda.Stream(device)
-    capacity = max(options.hidden) * max(options.tokens) // 2
-    reduce = collectives.create(group, device, capacity=capacity, seconds=LIMIT_SECONDS)
+    reduce = collectives.create(group, device, seconds=LIMIT_SECONDS)
     x0, rows = torch.zeros(1, 512, dtype=DTYPE, device=device), []
     with torch.inference_mode(), torch.cuda.stream(stream):
         others = Others(options, op, reduce, group, device)
-        calls: dict[str, Call] = {"plugin": lambda x, args: reduce(op, x, *args), **others.calls}
+        ways = {
+            "plugin": reduce,
+            **{way: create_way(way, max(options.hidden) * max(options.tokens), group, device) for way in options.ways},
+        }
+        calls: dict[str, Call] = {way: functools.partial(call_way, way, of_way, op) for way, of_way in ways.items()}
+        calls |= others.calls
         for size in sizes(options):
-            times = {name: time_call(name, call, size, others, reduce, x0) for name, call in calls.items()}
+            times = {
+                name: time_call(name, call, size, others, reduce, x0, ways.get(name)) for name, call in calls.items()
+            }
             of_ranks: list = [None] * ranks
             dist.all_gather_object(of_ranks, times)
             slowest = {}
@@ -355,32 +368,38 @@ def time_process(rank: int, options: argparse.Namespace, store: str) -> None:
                 failures = [value for value in values if isinstance(value, str)]
                 slowest[name] = failures[0] if failures else max(values)
             rows.append((*size, slowest))
-    reduce.check()
+    for of_way in ways.values():
+        of_way.check()
     if rank == 0:
         print("\n".join(others.why))
-        limit = launches.CAPACITY * launches.VALUES_IN_WORD * 2 // 1024
-        title = f"{ranks} x {torch.cuda.get_device_name(device)}, {op.name}: us per call"
-        table(f"{title} (the plugin's default limit is {limit} KiB)", list(calls), rows)
+        table(f"{ranks} x {torch.cuda.get_device_name(device)}, {op.name}: us per call", list(calls), rows)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # skips the teardown of other communicators
 
 
-def time_call(name: str, call: Call, size: tuple, others: Others, reduce, x0: torch.Tensor) -> float | str:
-    """Time one call at one size on this rank, or return why it failed. All ranks fail alike or none does."""
+def time_call(name: str, call: Call, size: tuple, others: Others, reduce, x0: torch.Tensor, way) -> float | str:
+    """Time one call at one size on this rank, or return why it failed. All ranks fail alike or none does.
+
+    `way` is the plugin's all-reduce, None for another library's.
+    """
     import torch.distributed as dist
 
     hidden, tokens, is_cold = size
     device, op = others.device, others.op
     torch.manual_seed(dist.get_rank())
     sets = sets_of(op, tokens, hidden, device, reduce.arch.fp8_dtype, is_cold)
-    if name == "plugin" and reduce.unsupported(op, sets[0][0], *sets[0][1]):
+    if way is not None and way.unsupported(op, sets[0][0], *sets[0][1]):
         return "unsupported"
     try:
         x, args = sets[0]
-        as_tuple(call(x.clone(), tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)))
+        found = as_tuple(call(x.clone(), clones(args)))
         torch.cuda.synchronize(device)
+        if way is not None and not is_right(op, others.group, x, clones(args), found):
+            return "wrong"
         graph = capture(call, sets, torch.cuda.current_stream(device), others.around.get(name, contextlib.nullcontext))
+    except StopIteration:  # on all ranks
+        return "unsupported"
     except Exception as error:  # noqa: BLE001  reported in the table
         print(f"rank {dist.get_rank()}: {name}, {tokens} x {hidden}: {type(error).__name__}: {error}", flush=True)
         return "failed"
@@ -400,8 +419,14 @@ def main(argv: list[str] | None = None) -> None:
     add("--beside", choices=OTHERS, nargs="*", default=OTHERS, help=beside)
     tokens = [1, 2, 4, 8, 16, 32, 64]
     add("--tokens", type=int, nargs="+", default=tokens, help="numbers of tokens (default: %(default)s)")
+    add("--kib", type=int, nargs="+", help="KiB of a rank's input, in place of --tokens")
+    add("--cold", action="store_true", help="no warm caches")
+    ways = f"also the plugin's kernels in a given way: {WORDS}, or stages x blocks per row, such as 2x1"
+    add("--ways", nargs="*", default=[], help=ways)
     add("--hidden", type=int, nargs="+", default=[16384, 7168], help="hidden sizes (default: %(default)s)")
     options = parser.parse_args(argv)
+    if options.kib:
+        options.tokens = [max(options.kib) * 1024 // 2 // min(options.hidden)]
     options.ranks = options.ranks or (torch.cuda.device_count() if options.processes else 8)
     if not options.processes:
         with torch.inference_mode():

@@ -33,6 +33,8 @@ from vllm_rocm_ops.collectives import streams as streams_of_one
 from vllm_rocm_ops.core import correctness
 
 SIZES = ((1, 7168), (5, 1024), (2, 2944), (1, 16384), (4, 512), (3, 4096))
+LARGE = ((64, 16384), (18, 7168), (292, 7168), (2, 2944), (8, 16384), (40, 4224))
+"""Sizes with --large: 256 KiB to 4 MB, and calls in one shot between."""
 OPS = (
     None,
     ops.rms_norm_dynamic_per_token_quant,
@@ -51,8 +53,8 @@ FEW_LAUNCHES = 1000
 class Call:
     """A call that all ranks make, and its tensors on each rank."""
 
-    def __init__(self, number: int, ranks: int, arch):
-        self.op, (self.rows, self.hidden) = OPS[number % len(OPS)], SIZES[number % len(SIZES)]
+    def __init__(self, number: int, ranks: int, arch, sizes=SIZES):
+        self.op, (self.rows, self.hidden) = OPS[number % len(OPS)], sizes[number % len(sizes)]
         generator, dtype = generator_of("on GPUs", number, ranks), torch.bfloat16
         self.inputs = inputs_of(ranks, self.rows, self.hidden, dtype, generator)
         adds = number % 2 == 1
@@ -124,7 +126,7 @@ class Rank:
     def reserve(self) -> None:
         """Reserve memory for eager calls: mapping more would wait for all kernels, which wait for this rank."""
         with torch.cuda.stream(self.stream):
-            sizes = [2048] * 2048 + [1 << 21] * 16
+            sizes = [2048] * 2048 + [1 << 21] * 16 + [1 << 25] * 16
             taken = [torch.empty(size, dtype=torch.uint8, device=self.wrong.device) for size in sizes]
             del taken
 
@@ -196,9 +198,9 @@ def in_flat_memory(device: torch.device, act: Callable[[], None], judges: bool) 
     return told
 
 
-def calls_of(ranks: int, arch) -> list[Call]:
+def calls_of(ranks: int, arch, sizes) -> list[Call]:
     """Return the calls of all graphs."""
-    return [Call(number, ranks, arch) for number in range(CALLS * GRAPHS)]
+    return [Call(number, ranks, arch, sizes) for number in range(CALLS * GRAPHS)]
 
 
 def replay_all(members: list[Rank], launches: int, device: torch.device, seconds: float = 1e9) -> Iterator[str]:
@@ -263,12 +265,12 @@ def caught(reduce) -> RankMissing | None:
     return None
 
 
-def run_streams(ranks: int, launches: int) -> Iterator[str]:
+def run_streams(ranks: int, launches: int, sizes=SIZES) -> Iterator[str]:
     """Run all ranks in this process."""
     os.environ |= streams_of_one.ENVIRONMENT | os.environ
     device = torch.device("cuda", 0)
     group = collectives.in_process(ranks, device, seconds=LIMIT_SECONDS)
-    calls = calls_of(ranks, group[0].arch)
+    calls = calls_of(ranks, group[0].arch, sizes)
     members = [Rank(rank, reduce, device, calls) for rank, reduce in enumerate(group)]
     streams_of_one.check_overlap([member.stream for member in members], device)
     for number, call in enumerate(calls):
@@ -312,7 +314,7 @@ def run_streams(ranks: int, launches: int) -> Iterator[str]:
     yield "the rank that comes late fails too"
 
 
-def run_process(rank: int, ranks: int, launches: int, store: str) -> None:
+def run_process(rank: int, ranks: int, launches: int, sizes, store: str) -> None:
     """Run one rank of a process group; the first rank prints."""
     import datetime
 
@@ -325,7 +327,7 @@ def run_process(rank: int, ranks: int, launches: int, store: str) -> None:
     )
     group = dist.group.WORLD
     reduce = collectives.create(group, device, seconds=LIMIT_SECONDS)
-    calls = calls_of(ranks, reduce.arch)
+    calls = calls_of(ranks, reduce.arch, sizes)
     member = Rank(rank, reduce, device, calls)
     for number, call in enumerate(calls):
         member.eager(number)
@@ -369,14 +371,16 @@ def main(argv: list[str] | None = None) -> None:
     add("--processes", action="store_true", help="ranks are processes; default: streams of one")
     add("--ranks", type=int, default=8, help="default: %(default)s")
     add("--launches", type=int, default=1_000_000, help="of each rank; default: %(default)s")
+    add("--large", action="store_true", help="calls of 256 KiB to 4 MB, with payload and flag apart")
     options = parser.parse_args(argv)
+    sizes = LARGE if options.large else SIZES
     if not options.processes:
         with torch.inference_mode():
-            for line in run_streams(options.ranks, options.launches):
+            for line in run_streams(options.ranks, options.launches, sizes):
                 print(line, flush=True)
         return
     with tempfile.TemporaryDirectory() as folder:
-        args = options.ranks, options.launches, f"{folder}/store"
+        args = options.ranks, options.launches, sizes, f"{folder}/store"
         torch.multiprocessing.spawn(run_process, args, nprocs=options.ranks)
 
 

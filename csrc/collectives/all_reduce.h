@@ -32,6 +32,21 @@ template <>
 constexpr u32 kExchange<Max> = 1;
 constexpr u32 kExchanges = 2;
 
+// Reduces the waves' values over all blocks of a row, of which this one's threads begin at `first_thread`. Each wave
+// stores a word in the slots that begin `slots` bytes into this rank's inbox.
+template <class Protocol, u32 kRanks, class Combine>
+DEVICE float reduce_blocks(const Group& group, u32 epoch, u32 slots, u32 first_thread, u64 limit, float value,
+                           float identity, int waves, Combine combine) {
+  const u32 number = first_thread / wave::kLanes + wave::index();
+  if (wave::lane() == 0) Protocol::store(slot(group.mine, slots + number * 8), __builtin_bit_cast(u32, value), epoch);
+  const int from = wave::lane() % kMaxWaves;
+  const u32 index[1] = {u32(from < waves ? from : waves - 1)};
+  u32 found[1][1][1];
+  await<Protocol, kRanks>(group, epoch, 1, slots, 0, {0, 0}, index, 2 * limit, found);
+  const float other = __builtin_bit_cast(float, found[0][0][0]);
+  return wave::reduce_group<kMaxWaves>(from < waves ? other : identity, identity, combine);
+}
+
 // One row of the launch from the view of one of its blocks: a row source of device/norm_row.h.
 template <class Protocol, class T, u32 kRanks, u32 kChunks>
 struct RankRow {
@@ -122,14 +137,7 @@ struct RankRow {
     value = wave::reduce(value, identity, combine);
     const u32 exchange = row * kExchanges + kExchange<Combine>;
     const u32 slots = slots_of<Protocol>(group, Protocol::kOwnBlocks, epoch) + exchange * kMaxWaves * 8;
-    const u32 number = first_thread / wave::kLanes + wave::index();
-    if (wave::lane() == 0) Protocol::store(slot(group.mine, slots + number * 8), __builtin_bit_cast(u32, value), epoch);
-    const int from = wave::lane() % kMaxWaves;
-    const u32 index[1] = {u32(from < waves ? from : waves - 1)};
-    u32 found[1][1][1];
-    await<Protocol, kRanks>(group, epoch, 1, slots, 0, {0, 0}, index, 2 * limit, found);
-    const float other = __builtin_bit_cast(float, found[0][0][0]);
-    return wave::reduce_group<kMaxWaves>(from < waves ? other : identity, identity, combine);
+    return reduce_blocks<Protocol, kRanks>(group, epoch, slots, first_thread, limit, value, identity, waves, combine);
   }
 };
 

@@ -6,6 +6,7 @@ after it. Profilers report more: the machine's `profiled` is subtracted per kern
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.collectives import flagged, launches
 from vllm_rocm_ops.timing.machines import Constant, Machine
 
 KINDS = ("published", "measured", "fitted", "assumed", "predicted")
@@ -119,16 +120,26 @@ def fused_all_reduce(machine: Machine, ranks: int, rows: int, hidden: int) -> Ti
     if machine.name not in FUSED:
         return None
     published, *at = FUSED[machine.name]
-    group = launches.Group(0, (0,) * ranks, 0, 0, machine.arch.compute_units, 1)
-    a = ops.rms_norm.Arguments(torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta"), None, 0.0, False)
-    if ranks not in launches.RANKS or not all(holds for _, holds in launches.rules(None, a, machine.arch, group)):
-        return None
     link = LINK.value * 1e3 * (LINKS.value if machine.name == LARGER_PRODUCT else 1)
-    values, unit = 2 * math.prod(at), machine.arch.costs.collective.unit_bytes_per_us
-    fixed = published.value - values / link - 7 * 2 * at[1] / unit
-    words = rows * hidden // launches.VALUES_IN_WORD * launches.WORD_BYTES
-    ours = words / link + launches.cost(launches.default(a, machine.arch, group), a, machine.arch, group)
-    source = f"{published.source}, without its bytes: {fixed:.1f}; words at {link / 1e3:.0f} GB/s, and collectives/launches.py"
+    costs = dataclasses.replace(machine.arch.costs.collective, link_bytes_per_us=link, all_links_bytes_per_us=7 * link)
+    arch = dataclasses.replace(machine.arch, costs=dataclasses.replace(machine.arch.costs, collective=costs))
+    group = launches.Group(0, (0,) * ranks, 0, 0, arch.compute_units, 1, payload=flagged.PAYLOAD)
+    a = ops.rms_norm.Arguments(torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta"), None, 0.0, False)
+    if ranks not in launches.RANKS:
+        return None
+    values = 2 * math.prod(at)
+    fixed = published.value - values / link - 7 * 2 * at[1] / costs.unit_bytes_per_us
+    source = f"{published.source}, without its bytes: {fixed:.1f}; "
+    if all(holds for _, holds in launches.rules(None, a, arch, group)):
+        words = rows * hidden // launches.VALUES_IN_WORD * launches.WORD_BYTES
+        ours = words / link + launches.cost(launches.default(a, arch, group), a, arch, group)
+        source += f"words at {link / 1e3:.0f} GB/s, and collectives/launches.py"
+    elif all(holds for _, holds in flagged.rules(None, a, arch, group)):
+        config = flagged.default(a, arch, group)
+        ours = flagged.cost(config, a, arch, group) - costs.hop_us  # the published time has one trip
+        source += f"bytes of {config.stages} stages at {link / 1e3:.0f} GB/s, and collectives/flagged.py"
+    else:
+        return None
     return Time(fixed + ours, 1, "predicted", source)
 
 

@@ -21,7 +21,8 @@ from pages.measurements import in_git
 from pages.op_pages import DOCS, GUIDES, supported_calls
 from sources import FILES, ROOT, file_of_tests, source_files
 
-from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops import collectives
+from vllm_rocm_ops.collectives import flagged, launches
 from vllm_rocm_ops.core import archs, envs, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.ops.shared.decode import MAX_ROWS
@@ -74,6 +75,7 @@ VENDOR_TOKENS = {
     # These choose the vendor's header.
     r"__AMDGCN__|__NVPTX__|__HIP|__CUDA": (
         "csrc/device/gpu.h",
+        "csrc/device/flags.h",
         "csrc/device/four_bit.h",
         "csrc/device/tile_mma.h",
         "csrc/gemm/skinny/packed_tile.h",
@@ -204,7 +206,7 @@ def test_every_kernel_file_has_its_spec():
     specs = {path.stem for path in (*files("vllm_rocm_ops/ops/*.py"), *STANDALONE)}
     for path in files("vllm_rocm_ops/ops/*.py", "vllm_rocm_ops/ops/shared/*.py"):
         specs |= set(re.findall(r'^(?:\w+_)?MODULE = "(\w+)"', path.read_text(), re.MULTILINE))
-    specs |= set(launches.symbols())
+    specs |= set(collectives.kernels())
     assert {path.stem for path in under("csrc/ops", ".hip")} <= specs
 
 
@@ -235,7 +237,7 @@ def launches_of(op: op_module.Op, arch_name: str) -> tuple[launch.Launch, ...]:
 @pytest.mark.parametrize("arch", BUILT)
 def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
     """This holds over all cases in all configurations, so the tests that run the cases run all kernels."""
-    planned: dict[str, set[str]] = launches.symbols()
+    planned: dict[str, set[str]] = collectives.kernels()
     for op in op_module.registered():
         for planned_launch in launches_of(op, arch):
             planned.setdefault(planned_launch.module, set()).add(planned_launch.symbol)
@@ -425,7 +427,7 @@ def test_no_part_of_an_architectures_name_is_asked():
 
 COMMANDS = ("tools", "timing", "emulator")
 """Folders of `vllm_rocm_ops` that no serving process imports, each before those that it imports."""
-WORKER_MODULES = 74  # at most, beside seams and ops, packages among them; fewer is better
+WORKER_MODULES = 75  # at most, beside seams and ops, packages among them; fewer is better
 
 
 def reached(graph: dict[str, set[str]], starts: set[str]) -> set[str]:
@@ -690,7 +692,7 @@ def test_the_readme_states_the_limits_of_selection():
         f"timing takes about {kernel_timing.limit_s():g} s of a start",
         f"serves 1 to {MAX_ROWS} query rows",
         f"over {launches.RANKS[0]} to {launches.RANKS[-1]} GPUs",
-        f"more than {launches.CAPACITY * launches.VALUES_IN_WORD * 2 // 1024} KiB",
+        f"more than {flagged.MAX_VALUES * 2 >> 20} MiB",
         "in three minutes",
     }
     assert {limit for limit in limits if limit not in said(readme.README)} == set()

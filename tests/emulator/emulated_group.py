@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_rocm_ops.collectives import OneShotAllReduce, launches
+from vllm_rocm_ops.collectives import OneShotAllReduce, flagged, launches
 from vllm_rocm_ops.core import launch as core
 from vllm_rocm_ops.core.launch import Address, Launch
 from vllm_rocm_ops.emulator import Devices
@@ -30,6 +30,7 @@ class EmulatedGroup:
         seed: int = 0,
         *,
         capacity: int = launches.CAPACITY,
+        payload: int = 0,
         limit_us: int = LIMIT_US,
         epoch: int = 0,
         streams: int = 1,
@@ -40,22 +41,24 @@ class EmulatedGroup:
     ):
         self.devices = Devices(arch_name, ranks, seed, turns=turns)
         arch, self.code, self.adapt = self.devices.arch, code, adapt
-        words = launches.inbox_bytes(capacity) // 8
+        words = flagged.inbox_bytes(capacity, payload) // 8
         self.inboxes = [torch.zeros(words, dtype=torch.int64) for _ in range(ranks)]
         before = epoch - (1 << 32 if epoch >> 31 else 0)
         self.counters = [torch.full((1 + blocks,), before, dtype=torch.int32) for _ in range(ranks)]
-        for counters in self.counters:
+        self.flagged_counters = [torch.full((2,), before, dtype=torch.int32) for _ in range(ranks)]
+        for counters in (*self.counters, *self.flagged_counters):
             counters[0] = 0
         self.reports = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
         for rank, inbox in enumerate(self.inboxes):
             self.devices.share(rank, inbox, f"the inbox of rank {rank}")
-        tensors = (*self.inboxes, *self.counters, *self.reports)
+        tensors = (*self.inboxes, *self.counters, *self.flagged_counters, *self.reports)
         self.tensor_at = {tensor.data_ptr(): tensor for tensor in tensors}
         addresses = tuple(inbox.data_ptr() for inbox in self.inboxes)
         self.reduces, self.queues = [], []
         for rank, (counters, report) in enumerate(zip(self.counters, self.reports)):
             pointers = counters.data_ptr(), report.data_ptr()
-            group = launches.Group(rank, addresses, *pointers, blocks, limit_us, capacity)
+            sizes = capacity, self.flagged_counters[rank].data_ptr(), payload
+            group = launches.Group(rank, addresses, *pointers, blocks, limit_us, *sizes)
             self.queues.append(Queue(self, rank, epoch, streams))
             self.reduces.append(OneShotAllReduce(group, arch, report, executor=self.queues[-1]))
 
@@ -68,22 +71,26 @@ class Queue:
     """A queue that puts a rank's launches into its device's queue, or in turn into its streams' queues."""
 
     def __init__(self, group: EmulatedGroup, rank: int, epoch: int, streams: int):
-        self.group, self.rank, self.epoch, self.streams = group, rank, epoch, streams
+        self.group, self.rank, self.streams = group, rank, streams
+        self.epochs: dict[int, int] = {}  # by address of the counter
+        self.before = epoch
         self.arch = group.devices.arch
-        self.launches: list[tuple[Path, Launch]] = []
+        self.launches: list[tuple[Path, Launch, int]] = []
 
     def launch(self, launch: Launch, uninitialized: tuple = ()) -> None:
         """Queue a launch."""
         tensor_at = self.group.tensor_at
         path = self.group.code or core.code_object(launch.module, self.arch.name)
+        counters = launch.args["counters"]
         launch = launch.with_each(lambda arg: tensor_at[arg] if isinstance(arg, Address) else arg)
-        self._enqueue(path, self.group.adapt(launch))
+        self._enqueue(path, self.group.adapt(launch), counters)
 
     def replay(self, number: int) -> None:
         """Queue a launch again."""
         self._enqueue(*self.launches[number])
 
-    def _enqueue(self, path: Path, launch: Launch) -> None:
-        self.epoch = 2 if self.epoch == (1 << 32) - 1 else self.epoch + 1
-        self.group.devices.enqueue(self.rank, path, launch, self.epoch, len(self.launches) % self.streams)
-        self.launches.append((path, launch))
+    def _enqueue(self, path: Path, launch: Launch, counters: int) -> None:
+        epoch = self.epochs.get(counters, self.before)
+        self.epochs[counters] = epoch = 2 if epoch == (1 << 32) - 1 else epoch + 1
+        self.group.devices.enqueue(self.rank, path, launch, epoch, len(self.launches) % self.streams)
+        self.launches.append((path, launch, counters))

@@ -19,10 +19,20 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def check_call(
-    arch_name: str, ranks: int, op, dtype, rows: int, hidden: int, epochs=2, padding=0, with_norm=False, **how
+    arch_name: str,
+    ranks: int,
+    op,
+    dtype,
+    rows: int,
+    hidden: int,
+    epochs=2,
+    padding=0,
+    with_norm=False,
+    group=None,
+    **how,
 ):
     """Check calls over several epochs, each with new inputs."""
-    group = EmulatedGroup(arch_name, ranks, seed=rows + hidden)
+    group = group or EmulatedGroup(arch_name, ranks, seed=rows + hidden)
     arch, generator = group.devices.arch, generator_of(arch_name, ranks, op and op.name, dtype, rows, hidden)
     calls = []
     for _ in range(epochs):

@@ -13,8 +13,7 @@ import pytest
 import torch
 from marks import AMD, full
 
-from vllm_rocm_ops import ops
-from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.core import archs, op
 from vllm_rocm_ops.core.launch import CODE, code_object
 from vllm_rocm_ops.emulator import CodeObject, Emulator, errors
@@ -31,7 +30,7 @@ def test_every_case_is_checked_and_every_kernel_runs_in_one(arch):
     tasks = emulated.tasks(all_cases(), archs.named(arch))
     assert [(task.op.name, task.case.name) for task in tasks] == [(o.name, c.name) for o, c in all_cases()]
     shipped = {name for path in (CODE / arch).glob("*.co") for name in CodeObject(path).kernels}
-    of_ranks = set().union(*launches.symbols().values())  # test_all_reduce.py runs them
+    of_ranks = set().union(*collectives.kernels().values())  # test_all_reduce.py and test_flagged.py run them
     assert set().union(*(task.kernels for task in tasks)) == shipped - of_ranks
     left = {task.op.name for task in tasks if task.configs == (None,)}  # some cases are for PyTorch alone
     assert ("mxfp8_scaled_mm" in left) == (arch == "gfx942")

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
         ("--ranks", "8", "--launches", "6000"),
         ("--ranks", "3", "--launches", "6000"),
         ("--ranks", "2", "--launches", "300", "--processes"),
+        ("--ranks", "4", "--launches", "3000", "--large"),
     ],
     ids=" ".join,
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from marks import AMD, BUILT, full
 
-from vllm_rocm_ops.collectives import launches as collectives
+from vllm_rocm_ops import collectives
 from vllm_rocm_ops.core import archs, launch, op
 from vllm_rocm_ops.core.kernel_arguments import FORMATS, Parameters, packer, parameters
 from vllm_rocm_ops.emulator.decode import decode
@@ -36,7 +36,7 @@ def test_plans_and_kernels_are_the_same(arch):
     """Each planned symbol exists and supports the planned number of threads; none is unused."""
     kernels = {(module, name): k for module, o in objects(arch).items() for name, k in o.kernels.items()}
     launches = {(l.module, l.symbol): l for l in planned(archs.ARCHS[arch])}
-    of_ranks = {(module, name) for module, names in collectives.symbols().items() for name in names}
+    of_ranks = {(module, name) for module, names in collectives.kernels().items() for name in names}
     assert launches.keys() == kernels.keys() - of_ranks
     for key, l in launches.items():
         assert l.block[0] <= kernels[key].max_block, key

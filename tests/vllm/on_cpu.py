@@ -118,7 +118,7 @@ class OverGloo:
     """An all-reduce of processes, which may flip a bit, or miss the other rank after some launches, if not 0."""
 
     def __init__(self, cpu_group, device, *, all_reduce, seconds=None, blocks=4, flips=False, missing_after=0):
-        self.seconds, self.group, self.flips, self.missing = seconds, Fake(blocks=blocks), flips, ""
+        self.seconds, self.group, self.flips, self.missing = seconds, Fake(blocks=blocks, payload=0), flips, ""
         self.missing_after, self.launched, self.is_closed = missing_after, 0, False
 
     def sum(self, x):

@@ -301,6 +301,18 @@ def test_ranks_measure_together_and_agree():
         assert (by_tokens[4].plugin_us, by_tokens[4].baseline_us) == (3.0, 2.0) and 0 < by_tokens[1].error < 0.1
 
 
+def test_token_counts_to_time():
+    """These are powers of two, and the most in one shot, which resident blocks limit, and in stages."""
+
+    def sizes(hidden: int, payload: int, blocks: int = 304) -> list[int]:
+        call = all_reduce_norm.Call("", hidden, torch.bfloat16)
+        return all_reduce_timing.sizes(call, Fake(blocks=blocks, payload=payload))
+
+    assert sizes(7168, 0) == [1, 2, 4, 8, 9] and sizes(512, 0, blocks=80) == [1, 2, 4, 8, 16, 32, 64, 80]
+    assert sizes(16384, 1) == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert sizes(7168, 1) == [1, 2, 4, 8, 9, 16, 32, 64, 128, 256, 292]
+
+
 @pytest.mark.usefixtures("compiled")
 def test_nothing_wins():
     """Nothing is replaced."""

@@ -1,6 +1,12 @@
 """Run collectives between the ranks of a group, fused with the ops that follow them."""
 
+from vllm_rocm_ops.collectives import flagged, launches
 from vllm_rocm_ops.collectives.one_shot import OneShotAllReduce, RankMissing
 from vllm_rocm_ops.collectives.peers import agree, create, in_process
 
-__all__ = ["OneShotAllReduce", "RankMissing", "agree", "create", "in_process"]
+__all__ = ["OneShotAllReduce", "RankMissing", "agree", "create", "in_process", "kernels"]
+
+
+def kernels() -> dict[str, set[str]]:
+    """Return all kernels of these launches by their file in csrc/ops."""
+    return launches.symbols() | flagged.symbols()

@@ -6,7 +6,8 @@ rank's `input`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,7 +62,8 @@ class Group:
     """A rank's view of its group.
 
     It has the addresses of all inboxes, of this rank's counters and of the host's `report` word; `blocks` is the limit of resident
-    blocks per launch, `capacity` is in words.
+    blocks per launch, `capacity` is in words. Launches of flagged.py have counters of their own and `payload` bytes per buffer of an
+    inbox; without any there are none.
     """
 
     rank: int
@@ -71,6 +73,8 @@ class Group:
     blocks: int
     limit_us: int
     capacity: int = CAPACITY
+    flagged_counters: int = 0
+    payload: int = 0
 
     @property
     def ranks(self) -> int:
@@ -100,26 +104,44 @@ class Config:
     parts: int
     threads: int
     chunks: int
+    prefix = ""  # of a kernel's name
+
+    def args(self, a, group: Group) -> dict[str, object]:
+        """Return the kernel arguments that only kernels of one protocol have."""
+        return {}
+
+    def module(self, module: str) -> str:
+        """Return the file in csrc/ops, for one of `MODULES`."""
+        return module
+
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """Return the launch's grid."""
+        return rows, self.parts, 1
 
 
-def inbox_bytes(capacity: int) -> int:
-    """Return the bytes of an inbox with slots of `capacity` words."""
+def words_bytes(capacity: int) -> int:
+    """Return the bytes of an inbox's header and slots of `capacity` words."""
     return HEADER_BYTES + BUFFERS * SLOTS * capacity * WORD_BYTES
 
 
-def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, bool]]:
-    """Yield each rule of the kernels, and whether it holds."""
+def common_rules(op: Op | None, a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    """Yield each rule of the kernels that has nothing to do with a protocol, and whether it holds."""
     if op is None:
         yield "input is bfloat16 or float16", a.input.dtype in rowwise.ELEMENTS
     else:
         yield f"{op.name} is one of {', '.join(MODULES)}", op.name in MODULES
         yield from op.can_implement(a, arch)
-    hidden, rows = a.input.shape[-1], rows_of(a.input)
+    hidden = a.input.shape[-1]
     yield "input's rows have one stride", row_stride(a.input) is not None
     tensors = (a.input, *(getattr(a, name, None) for name in ("residual", "weight", "addend")))
     yield "hidden is a multiple of 8, and rows are 16-byte aligned", rowwise.is_vector(hidden, *tensors)
     yield f"hidden is at most {LARGEST_HIDDEN}", hidden <= LARGEST_HIDDEN
-    values = group.capacity * VALUES_IN_WORD
+
+
+def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, bool]]:
+    """Yield each rule of the kernels, and whether it holds."""
+    yield from common_rules(op, a, arch)
+    values, rows = group.capacity * VALUES_IN_WORD, rows_of(a.input)
     rule = f"input has at most {values} values ({values * 2 // 1024} KiB, twice that between ranks)"
     yield rule, a.input.numel() <= values
     fits = rows == 0 or bool(configs(a, arch, group))
@@ -154,7 +176,7 @@ def symbol(op: Op | None, dtype: torch.dtype, ranks: int, config: Config) -> str
     """Return the kernel's name."""
     most = next(most for most in (2, 4, 8) if ranks <= most)
     norm = "" if op is None else op.name.removeprefix("fused_add_") + "_"
-    return f"all_reduce_{norm}{rowwise.ELEMENTS[dtype]}_{most}_x{config.chunks}"
+    return f"all_reduce_{config.prefix}{norm}{rowwise.ELEMENTS[dtype]}_{most}_x{config.chunks}"
 
 
 def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group: Group) -> Launch:
@@ -167,6 +189,7 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
         "row_chunks": vectors,
         "parts": config.parts,
         "row_threads": config.threads,
+        **config.args(a, group),
     }
     if op is None:
         args["out"] = outputs
@@ -187,20 +210,18 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
             "addend_factor": float(getattr(a, "addend_factor", 1.0)),
             **rowwise.output_args(a, outputs),
         }
-    module = SUM if op is None else MODULES[op.name]
+    module = config.module(SUM if op is None else MODULES[op.name])
     name = symbol(op, a.input.dtype, group.ranks, config)
-    return Launch(module, name, (rows, config.parts, 1), (config.threads // config.parts, 1, 1), args)
+    return Launch(module, name, config.grid(rows), (config.threads // config.parts, 1, 1), args)
 
 
-def symbols() -> dict[str, set[str]]:
-    """Return all kernels by their file in csrc/ops."""
+def symbols(configs: Iterable[Config] = tuple(Config(1, MAX_BLOCK_THREADS, chunks) for chunks in CHUNKS)):
+    """Return the kernels of these configurations by their file in csrc/ops."""
     by_module: dict[str, set[str]] = {}
     for op in (None, *NORMS.values()):
-        for dtype in rowwise.ELEMENTS:
-            for most in (2, 4, 8):
-                for chunks in CHUNKS:
-                    name = symbol(op, dtype, most, Config(1, MAX_BLOCK_THREADS, chunks))
-                    by_module.setdefault(SUM if op is None else MODULES[op.name], set()).add(name)
+        for dtype, most, config in itertools.product(rowwise.ELEMENTS, (2, 4, 8), configs):
+            module = config.module(SUM if op is None else MODULES[op.name])
+            by_module.setdefault(module, set()).add(symbol(op, dtype, most, config))
     return by_module
 
 

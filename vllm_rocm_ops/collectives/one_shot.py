@@ -1,4 +1,4 @@
-"""Run a one-shot all-reduce of few rows, optionally fused with the RMSNorm and quantization that follow.
+"""Run an all-reduce of a decode step's rows, optionally fused with the RMSNorm and quantization that follow.
 
     reduce = collectives.create(cpu_group, device, all_reduce=other)    # on all ranks
     x = reduce.sum(partial)
@@ -7,7 +7,7 @@
     reduce.close()    # on all ranks
 
 `reduce(op, input, ...)` has the bits of `op(reduce.sum(input), ...)`, equal on all ranks. An op's addend is this rank's part, too: it
-is added to input before the sum. Support depends on sizes only, so that ranks agree: an unsupported call runs `other` and then the op.
+is added to input before the sum. Up to 128 KiB are summed in one shot (launches.py), more in one or two stages (flagged.py). Support depends on sizes only, so that ranks agree: an unsupported call runs `other` and then the op.
 Every rank makes the same calls in the same order, on one stream at a time. Calls may be captured.
 
 A rank that waits longer than $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT seconds gives up: its launch and all later launches on all ranks end, with
@@ -24,7 +24,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.collectives import flagged, launches
 from vllm_rocm_ops.collectives.launches import Group, Sum
 from vllm_rocm_ops.core import arguments, envs, kernel_arguments
 from vllm_rocm_ops.core import launch as core
@@ -90,9 +90,16 @@ class OneShotAllReduce:
         Raises:
             ValueError: The op's contract is broken.
         """
-        a = self._arguments(op, args)
-        broken = [rule for rule, holds in launches.rules(op, a, self.arch, self.group) if not holds]
-        return f"the kernels require that {'; '.join(broken)}" if broken else ""
+        return self._protocol(op, self._arguments(op, args))[1]
+
+    def _protocol(self, op: Op | None, a):
+        """Return the module that plans a call, or None and the reason."""
+        protocols = (launches, flagged) if self.group.payload else (launches,)
+        for protocol in protocols:
+            broken = [rule for rule, holds in protocol.rules(op, a, self.arch, self.group) if not holds]
+            if not broken:
+                return protocol, ""
+        return None, f"the kernels require that {'; '.join(broken)}"
 
     def sum(self, input: Tensor) -> Tensor:
         """Return the sum of all ranks' inputs [..., hidden], bf16 or fp16, rounded once."""
@@ -161,14 +168,15 @@ class OneShotAllReduce:
         name = "all_reduce" if op is None else f"all_reduce_{op.name}"
         if rows_of(a.input) == 0:
             return Execution(name, "nothing to do", lambda args: without_kernel(op, with_norm, torch.clone, args))
-        if why := self.unsupported(op, *args):
+        protocol, why = self._protocol(op, a)
+        if protocol is None:
             if self._elsewhere is None:
                 raise ValueError(f"{name}: {why}; for calls without a kernel, `all_reduce` must be given, got None")
             elsewhere = functools.partial(without_kernel, op, with_norm, self._elsewhere)
             return Execution(name, FALLBACK + why, elsewhere, is_fallback=True)
         outputs = torch.empty_like(a.input, memory_format=torch.contiguous_format) if op is None else op.allocate(a)
         normed = a.input.new_empty(a.input.shape) if with_norm else None
-        config = launches.default(a, self.arch, self.group)
+        config = protocol.default(a, self.arch, self.group)
         planned = launches.plan(op, a, outputs, normed, config, self.group)
         if with_norm:
             outputs = (*(outputs if isinstance(outputs, tuple) else (outputs,)), normed)

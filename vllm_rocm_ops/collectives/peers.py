@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.collectives import flagged, launches
 from vllm_rocm_ops.collectives.launches import Group
 from vllm_rocm_ops.collectives.one_shot import OneShotAllReduce, limit_us
 from vllm_rocm_ops.core import archs
@@ -22,23 +22,26 @@ from vllm_rocm_ops.core import launch as core
 class RankMemory:
     """A rank's own memory: its inbox, counters, and the host word that receives errors of kernels."""
 
-    def __init__(self, device: torch.device, capacity: int):
+    def __init__(self, device: torch.device, capacity: int, payload: int):
         arch = archs.of_device(device.index) if device.type == "cuda" else None
         if arch is None:
             raise RuntimeError(f"there are no kernels for {device}")
-        self.device, self.arch = device, arch
+        self.device, self.arch, self.capacity, self.payload = device, arch, capacity, payload
         self.runtime, why = core.runtime()
         if why:
             raise RuntimeError(why)
-        self.inbox = self.runtime.shared_memory(device.index, launches.inbox_bytes(capacity))
-        self.counters = torch.zeros(2, dtype=torch.int32, device=device)
+        self.inbox = self.runtime.shared_memory(device.index, flagged.inbox_bytes(capacity, payload))
+        self.counters = torch.zeros(2, 2, dtype=torch.int32, device=device)
         self.report = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         torch.cuda.synchronize(device)
 
-    def group(self, rank: int, inboxes: list[int], on_device: int, limit_us: int, capacity: int) -> Group:
+    def group(self, rank: int, inboxes: list[int], on_device: int, limit_us: int) -> Group:
         """Return this rank's view of the group, with `on_device` ranks on its GPU."""
-        pointers = self.counters.data_ptr(), self.report.data_ptr()
-        return Group(rank, tuple(inboxes), *pointers, self.arch.compute_units // on_device, limit_us, capacity)
+        counters, flagged_counters = (each.data_ptr() for each in self.counters)
+        blocks = self.arch.compute_units // on_device
+        pointers = counters, self.report.data_ptr()
+        sizes = self.capacity, flagged_counters, self.payload
+        return Group(rank, tuple(inboxes), *pointers, blocks, limit_us, *sizes)
 
     def free(self) -> None:
         """Free the inbox."""
@@ -78,6 +81,7 @@ def create(
     *,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
     capacity: int = launches.CAPACITY,
+    payload: int = flagged.PAYLOAD,
     seconds: float | None = None,
 ) -> OneShotAllReduce:
     """Create the all-reduce of a torch.distributed group. Collective.
@@ -87,6 +91,7 @@ def create(
         device: This rank's GPU.
         all_reduce: Sums inputs of calls that no kernel supports.
         capacity: Words per call, of two values each.
+        payload: Bytes per buffer of calls with more values, or 0 for none.
         seconds: Time limit of a wait for a rank, by default $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT.
 
     Returns:
@@ -102,9 +107,9 @@ def create(
 
     def make():
         _check_ranks(ranks)
-        own = RankMemory(device, capacity)
+        own = RankMemory(device, capacity, payload)
         owns.append(own)
-        return _boot(), own.arch.name, capacity, limit, own.runtime.memory_handle(device.index, own.inbox)
+        return _boot(), own.arch.name, (capacity, payload), limit, own.runtime.memory_handle(device.index, own.inbox)
 
     def open_all(shared: list) -> None:
         for what, values in zip(("machine", "architecture", "capacity", "limit"), zip(*shared)):
@@ -136,16 +141,21 @@ def create(
         raise
     own = owns[0]
     inboxes = [own.inbox if peer == rank else opened[peer] for peer in range(ranks)]
-    group = own.group(rank, inboxes, 1, limit, capacity)
+    group = own.group(rank, inboxes, 1, limit)
     return OneShotAllReduce(group, own.arch, own.report, all_reduce=all_reduce, release=release)
 
 
 def in_process(
-    ranks: int, device: torch.device, *, capacity: int = launches.CAPACITY, seconds: float | None = None
+    ranks: int,
+    device: torch.device,
+    *,
+    capacity: int = launches.CAPACITY,
+    payload: int = flagged.PAYLOAD,
+    seconds: float | None = None,
 ) -> list[OneShotAllReduce]:
     """Create all ranks of a group in this process, on one GPU. Each rank's calls go to its own stream."""
     _check_ranks(ranks)
-    limit, owns = limit_us(seconds), [RankMemory(device, capacity) for _ in range(ranks)]
+    limit, owns = limit_us(seconds), [RankMemory(device, capacity, payload) for _ in range(ranks)]
     inboxes = [own.inbox for own in owns]
 
     def release() -> None:
@@ -155,7 +165,7 @@ def in_process(
                 own.free()
 
     group = [
-        OneShotAllReduce(own.group(rank, inboxes, ranks, limit, capacity), own.arch, own.report, release=release)
+        OneShotAllReduce(own.group(rank, inboxes, ranks, limit), own.arch, own.report, release=release)
         for rank, own in enumerate(owns)
     ]
     return group

@@ -74,12 +74,21 @@ class DecodeCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCosts:
-    """Costs of the kernels of csrc/collectives; the model is in collectives/launches.py."""
+    """Costs of the kernels of csrc/collectives; the models are in collectives/."""
 
     unit_bytes_per_us: float
     """Inbox bytes per microsecond and block."""
     exchange_us: float
     """Microseconds from a block's store to another block's use of it."""
+    link_bytes_per_us: float
+    """Bytes per microsecond that a GPU stores to one other, and to all others."""
+    all_links_bytes_per_us: float
+    hop_us: float
+    """Microseconds from a payload's last store to its use on another GPU: a wait for the stores, and a flag."""
+
+    def peer_bytes_per_us(self, ranks: int) -> float:
+        """Return the bytes per microsecond that a GPU stores to each of the others at once."""
+        return min(self.link_bytes_per_us, self.all_links_bytes_per_us / (ranks - 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,14 @@ COSTS = Costs(
     experts=ExpertsCosts(tile_tokens=16, block_bytes_per_us=16.4e3, quantize_us=1.9e-4),
     decode=DECODE,
     # the rate of keys per unit; a store and a load across XCDs (`latent_us` without its sums; fleet-mi300x: 1.44 us idle)
-    collective=CollectiveCosts(unit_bytes_per_us=48e3, exchange_us=1.5),
+    # 64 GB/s of a link to each of seven others, 3/4 of them used; two trips of a link's latency
+    collective=CollectiveCosts(
+        unit_bytes_per_us=48e3,
+        exchange_us=1.5,
+        link_bytes_per_us=48e3,
+        all_links_bytes_per_us=7 * 48e3,
+        hop_us=2.5,
+    ),
     sums_bytes_per_us=SUMS_BYTES_PER_US,
     tiled_sums_bytes_per_us=SUMS_BYTES_PER_US,
     tiled_ratio=1.4,  # as predicted by the model of timing/

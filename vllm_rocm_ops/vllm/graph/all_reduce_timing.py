@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import collectives, ops
-from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.collectives import flagged, launches
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.core.correctness import as_tuple
@@ -80,10 +80,12 @@ def is_aiters(call: Call) -> bool:
     return call.norm == "fused_add_rms_norm" and not call.helper and None in compiled_ops.choices.all_reduced
 
 
-def sizes(call: Call, shared_blocks: int) -> list[int]:
-    """Return the token counts to time: powers of two, and the largest that a launch supports."""
-    max_tokens = min(launches.CAPACITY * launches.VALUES_IN_WORD // call.hidden, shared_blocks)
-    return sorted({1 << power for power in range(max_tokens.bit_length())} | {max_tokens}) if max_tokens else []
+def sizes(call: Call, group: launches.Group) -> list[int]:
+    """Return the token counts to time: powers of two, and the largest that a launch in one shot and in stages support."""
+    largest = {min(launches.CAPACITY * launches.VALUES_IN_WORD // call.hidden, group.blocks)}
+    if group.payload:
+        largest.add(flagged.MAX_VALUES // call.hidden)
+    return sorted(({1 << power for power in range(max(largest).bit_length())} | largest) - {0})
 
 
 class AllReduceComparison:
@@ -257,7 +259,7 @@ def measure_all(
         return record
 
     record = agree(after_crashes)[0]
-    todo = [(both, tokens) for both in every for tokens in sizes(both.call, both.reduce.group.blocks)]
+    todo = [(both, tokens) for both in every for tokens in sizes(both.call, both.reduce.group)]
     done = []
     for both, tokens in sorted(todo, key=lambda item: item[1]):
         name = both.call.op.name

@@ -1,0 +1,355 @@
+// All-reduce of more rows than one_shot.h's words serve: payload and flag apart, in one stage or in two.
+//
+// A block works with the same block of the other ranks, on the same part of the same rows.
+//   two stages: it stores slice p of its part, of every row, into rank p's inbox and raises a flag there. Once all flags
+//               are up it sums its own slice over the ranks, stores the sum as T into every inbox and raises another
+//               flag. Behind these flags it has all slices of its part.
+//   one stage:  it stores its whole part into every inbox. Two ranks send as much as in two stages, in one trip.
+// Slices are of columns, so any number of rows suits any number of ranks.
+//
+// A flag holds its epoch, and no device sees it before the payload of its block (device/flags.h); stores of a payload
+// become visible in any order. Flags and payload alternate between two buffers with the epoch's lowest bit. These
+// suffice, by the argument of one_shot.h: a block ends only after a flag of this epoch from every peer, which proves
+// that the peer's launch of the epoch before has ended, and with it its loads. So a store of epoch e + 2 finds nobody
+// who reads epoch e, and a flag of e + 2 replaces one that was seen.
+//
+// The launches have an epoch counter of their own, so that the argument needs no launch of one_shot.h, whose words order
+// nothing but themselves. The inbox, its error and the time limit are shared with those launches.
+#pragma once
+#include "all_reduce.h"
+#include "device/flags.h"
+
+constexpr u32 kStages = 2;
+constexpr u32 kFlagBlocks = 512;    // blocks of a launch, at most
+constexpr u32 kExchangeRows = 256;  // rows that several blocks share, at most
+
+// Offsets within a buffer of the inbox: words of one_shot.h for the row's blocks, flags, payload.
+constexpr u32 kExchangeBytes = kExchangeRows * kExchanges * kMaxWaves * 8;
+constexpr u32 kFlagBytes = kStages * kMaxRanks * kFlagBlocks * 4;
+
+struct FlaggedRows : RowsOfRanks {
+  u32 rows;
+  u32 row_blocks;     // blocks [row_blocks, parts], of which each has every row_blocks-th row
+  u32 stages;         // 1 or 2
+  u32 slot;           // vectors of a block's row that one rank sends to another in the first stage, at most
+  u32 first, buffer;  // bytes before the first buffer in an inbox, and bytes of a buffer
+};
+
+// The protocol's steps as separate functions, so that tests can replace one.
+struct Flagged : OneShot {
+  DEVICE static void put(u64* inbox, u32 at, u32x4 value) { mem::store_payload(inbox, at, value); }
+  DEVICE static u32x4 get(const u64* inbox, u32 at, bool inside) {
+    return mem::load_payload_or_zero(inbox, at, inside);
+  }
+  DEVICE static void complete() { mem::complete_payload(); }
+  DEVICE static void raise(u64* inbox, u32 at, u32 epoch) { mem::release_flag((u32*)slot(inbox, at), epoch); }
+  DEVICE static u32 look(u64* inbox, u32 at) { return mem::acquire_flag((u32*)slot(inbox, at)); }
+  DEVICE static bool is_up(u32 found, u32 epoch) { return found == epoch; }
+  DEVICE static u32 slice_end(u32 first, u32 slice, u32 count) { return first + slice < count ? first + slice : count; }
+};
+
+// A block's part of its rows: the launch from the view of one block.
+template <class Protocol, class T, u32 kRanks, u32 kChunks>
+struct FlaggedBlock {
+  // The number of chunks loaded from all ranks at once.
+  static constexpr u32 kMaxAtOnce = kRanks == 2 ? 4 : kRanks == 4 ? 2 : 1;
+  static constexpr u32 kAtOnce = kMaxAtOnce < kChunks ? kMaxAtOnce : kChunks;
+
+  const Group& group;
+  const FlaggedRows& rows;
+  u32* absent;  // [stages, kMaxRanks] in LDS: whether a rank's flag is missing
+  u32 epoch, threads, first_thread, part;
+  u32 count;   // vectors of the part
+  u32 slice;   // of which each rank sums, the last ones fewer
+  u32 buffer;  // offset of the epoch's buffer
+  u64 limit;
+  bool is_complete = false;  // whether the last stage's flags are up
+
+  DEVICE FlaggedBlock(const Group& group, const FlaggedRows& rows, u32 epoch, u32* absent)
+      : group(group),
+        rows(rows),
+        absent(absent),
+        epoch(epoch),
+        threads(rows.threads >> __builtin_ctz(rows.parts)),
+        first_thread(wave::block_id_y() * threads),
+        part(wave::block_id_y()),
+        buffer(rows.first + Protocol::buffer(epoch) * rows.buffer),
+        limit(u64(group.limit_us) * wave::kTicksPerMicrosecond) {
+    count = 0;
+    for (u32 i = 0; i < kChunks; ++i) {
+      const u32 first = first_thread + i * rows.threads, left = first < rows.chunks ? rows.chunks - first : 0;
+      count += left < threads ? left : threads;
+    }
+    slice = (count + group.ranks - 1) / group.ranks;
+  }
+
+  DEVICE u32 flag_at(u32 stage, u32 sender) const {
+    const u32 block = wave::block_id_x() * rows.parts + part;
+    return buffer + kExchangeBytes + ((stage * kMaxRanks + sender) * kFlagBlocks + block) * 4;
+  }
+  // Vector `index` of the part in its row, of all vectors in the row.
+  DEVICE u32 column(u32 index) const {
+    const u32 chunk = index >> __builtin_ctz(threads);
+    return first_thread + chunk * rows.threads + (index & (threads - 1));
+  }
+  // Bytes before what a rank sends of a row's part in the first stage, and before the sums of the second.
+  DEVICE u32 sent_at(u32 row, u32 sender) const {
+    const u32 slots = (row * rows.parts + part) * group.ranks + sender;
+    return buffer + kExchangeBytes + kFlagBytes + slots * rows.slot * 16;
+  }
+  DEVICE u32 sums_at(u32 row) const {
+    const u32 first = rows.rows * rows.parts * group.ranks * rows.slot;
+    return buffer + kExchangeBytes + kFlagBytes + (first + (row * rows.parts + part) * threads * kChunks) * 16;
+  }
+
+  // This rank's vector, with the addend.
+  DEVICE u32x4 own(u32 row, u32 index, bool inside) const {
+    const u32 at = column(inside ? index : 0);
+    u32x4 x = mem::load<u32x4>((const u32x4*)((const u16*)rows.input + i64(row) * rows.input_stride) + at);
+    if (rows.addend) {
+      const u32x4* const addend = (const u32x4*)((const u16*)rows.addend + i64(row) * rows.input_stride);
+      x = rounded_sum<T>(x, mem::load<u32x4>(addend + at), rows.addend_factor);
+    }
+    return x;
+  }
+
+  // Stores the part of all rows to the ranks that sum it.
+  DEVICE void send() const {
+    for (u32 row = wave::block_id_x(); row < rows.rows; row += rows.row_blocks) {
+      u32x4 mine[kChunks];
+#pragma unroll
+      for (u32 i = 0; i < kChunks; ++i) {
+        const u32 index = i * threads + wave::thread_id();
+        mine[i] = own(row, index, index < count);
+      }
+      const u32 at = sent_at(row, group.rank);
+#pragma unroll
+      for (u32 peer = 0; peer < kRanks; ++peer) {
+        if (peer >= group.ranks || peer == group.rank) continue;
+        const bool all = rows.stages == 1;
+        const u32 first = all ? 0 : peer * slice, end = all ? count : Protocol::slice_end(first, slice, count);
+#pragma unroll
+        for (u32 i = 0; i < kChunks; ++i) {
+          const u32 index = i * threads + wave::thread_id();
+          if (index >= first && index < end) Protocol::put(group.inbox[peer], at + (index - first) * 16, mine[i]);
+        }
+      }
+    }
+  }
+
+  // Tells all other ranks that the block has stored its payload of a stage.
+  DEVICE void raise(u32 stage) const {
+    Protocol::complete();
+    block_barrier();  // hazard: the flag is raised before all waves have stored their payload
+    const u32 waves = threads / wave::kLanes;
+#pragma unroll
+    for (u32 peer = 0; peer < kRanks; ++peer) {
+      if (peer >= group.ranks || peer == group.rank || (peer & (waves - 1)) != u32(wave::index())) continue;
+      if (wave::lane() == 0) Protocol::raise(group.inbox[peer], flag_at(stage, group.rank), epoch);
+    }
+  }
+
+  // Waits for the flags of a stage from all other ranks, a wave for each.
+  DEVICE void await_flags(u32 stage) const {
+    const u32 waves = threads / wave::kLanes;
+    for (u32 peer = wave::index(); peer < group.ranks; peer += waves) {
+      bool is_up = !(Protocol::others(group) >> peer & 1);
+      const u64 begin = wave::time();
+      while (!is_up) {
+        const u32 error = wave::uniform(mem::load_system<u32>(group.mine));
+        is_up = Protocol::is_up(wave::uniform(Protocol::look(group.mine, flag_at(stage, peer))), epoch);
+        const bool fails = error != 0 || (!is_up && wave::time() - begin > limit);
+        if (fails) give_up<kRanks>(group, epoch, 1u << peer, error);
+        if (fails) break;
+        if (!is_up) wave::sleep();
+      }
+      if (wave::lane() == 0) absent[stage * kMaxRanks + peer] = !is_up;
+    }
+    block_barrier();  // hazard: a wave loads a payload of which another awaits the flag
+  }
+  DEVICE bool is_absent(u32 stage, u32 rank) const { return wave::uniform(absent[stage * kMaxRanks + rank]) != 0; }
+
+  // Sums vectors of the part over the ranks; `offset` is what their index is ahead of their place in a slot.
+  template <u32 kCount>
+  DEVICE void sum(u32 row, const u32 (&index)[kCount], u32 end, u32 offset, u32x4 (&sums)[kCount]) const {
+    u32x4 values[kRanks][kCount];
+#pragma unroll
+    for (u32 peer = 0; peer < kRanks; ++peer) {
+      if (peer >= group.ranks) continue;
+#pragma unroll
+      for (u32 i = 0; i < kCount; ++i) {
+        const bool inside = index[i] < end && !is_absent(0, peer);  // without a flag, it may be written now
+        if (peer == group.rank) values[peer][i] = own(row, index[i], inside);
+        else values[peer][i] = Protocol::get(group.mine, sent_at(row, peer) + (index[i] - offset) * 16, inside);
+      }
+    }
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i) {
+      Chunk total;
+#pragma unroll
+      for (u32 peer = 0; peer < kRanks; ++peer) {
+        if (peer >= group.ranks) continue;
+        u32x4 value = values[peer][i];
+        if (is_absent(0, peer)) value = u32x4{kNotThere, kNotThere, kNotThere, kNotThere};
+        const Chunk x = unpack<T>(value);
+        for (int j = 0; j < kChunk / 2; ++j) total.pair[j] = peer == 0 ? x.pair[j] : total.pair[j] + x.pair[j];
+      }
+      sums[i] = pack<T>(total);
+    }
+  }
+
+  // Sums this rank's slice of all rows, and stores it to all ranks.
+  DEVICE void sum_and_send() const {
+    const u32 first = group.rank * slice, end = Protocol::slice_end(first, slice, count);
+    for (u32 row = wave::block_id_x(); row < rows.rows; row += rows.row_blocks) {
+      for (u32 at = first; at < end; at += threads) {
+        const u32 index[1] = {at + wave::thread_id()};
+        u32x4 sums[1];
+        sum(row, index, end, first, sums);
+        if (index[0] >= end) continue;
+#pragma unroll
+        for (u32 peer = 0; peer < kRanks; ++peer)
+          if (peer < group.ranks) Protocol::put(group.inbox[peer], sums_at(row) + index[0] * 16, sums[0]);
+      }
+    }
+  }
+
+  // Exchanges the block's part of all rows, but for the last wait.
+  DEVICE void exchange() const {
+    send();
+    raise(0);
+    if (rows.stages == 1) return;
+    await_flags(0);
+    sum_and_send();
+    raise(1);
+  }
+
+  // The summed chunks of this thread in a row.
+  DEVICE void load(u32 row, u32x4 (&sums)[kChunks]) {
+    if (!is_complete) await_flags(rows.stages - 1);
+    is_complete = true;
+    if (rows.stages == 1) {
+#pragma unroll
+      for (u32 first = 0; first < kChunks; first += kAtOnce) {
+        u32 index[kAtOnce];
+        u32x4 some[kAtOnce];
+#pragma unroll
+        for (u32 i = 0; i < kAtOnce; ++i) index[i] = (first + i) * threads + wave::thread_id();
+        sum(row, index, count, 0, some);
+#pragma unroll
+        for (u32 i = 0; i < kAtOnce; ++i) sums[first + i] = some[i];
+      }
+      return;
+    }
+    bool is_there[kChunks];
+#pragma unroll
+    for (u32 i = 0; i < kChunks; ++i) {
+      const u32 index = i * threads + wave::thread_id();
+      is_there[i] = index < count;
+#pragma unroll
+      for (u32 peer = 0; peer < kRanks; ++peer)
+        if (is_absent(1, peer) && index >= peer * slice && index < (peer + 1) * slice) is_there[i] = false;
+    }
+#pragma unroll
+    for (u32 i = 0; i < kChunks; ++i)
+      sums[i] = Protocol::get(group.mine, sums_at(row) + (i * threads + wave::thread_id()) * 16, is_there[i]);
+#pragma unroll
+    for (u32 i = 0; i < kChunks; ++i)
+      if (!is_there[i]) sums[i] = u32x4{kNotThere, kNotThere, kNotThere, kNotThere};
+  }
+};
+
+// A row of a block: a row source of device/norm_row.h.
+template <class Block, class Protocol, u32 kRanks>
+struct FlaggedRow {
+  static constexpr bool kLoads = false, kAdds = false;
+  Block& block;
+  u32 row;
+  u16* normed;  // [hidden] T: the norm before quantization, or null
+
+  DEVICE u32 thread() const { return block.first_thread + wave::thread_id(); }
+  template <int kChunks>
+  DEVICE void fill(RowChunks<kChunks, u32x4> of, u32x4 (&input)[kChunks]) const {
+    u32x4 sums[u32(kChunks)];
+    block.load(row, sums);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) input[i] = of.in_bounds[i] ? sums[i] : u32x4{};
+  }
+  DEVICE void keep(int index, bool in_bounds, u32x4 y) const {
+    if (in_bounds && normed) mem::store((u32x4*)normed + index, y);
+  }
+  template <class Combine>
+  DEVICE float reduce(float value, float identity, float* partials, int waves, Combine combine) const {
+    if (block.rows.parts == 1) return reduce_block(value, identity, partials, waves, combine);
+    value = wave::reduce(value, identity, combine);
+    const u32 slots = block.buffer + (row * kExchanges + kExchange<Combine>)*kMaxWaves * 8;
+    return reduce_blocks<Protocol, kRanks>(block.group, block.epoch, slots, block.first_thread, block.limit, value,
+                                           identity, waves, combine);
+  }
+};
+
+template <class RowOut>
+constexpr bool kIsMx = false;
+template <class T>
+constexpr bool kIsMx<RowOutput<T, Output::kMx>> = true;
+
+// A RowOutput `ahead` rows after the block's index.
+template <class RowOut, bool kIs16Bit>
+struct OutputAhead : RowOut {
+  i64 ahead;
+  DEVICE OutputAhead(RowOut output, u32 row) : RowOut(output), ahead(i64(row) - u32(wave::block_id_x())) {}
+  DEVICE void locate(i64 columns) {
+    RowOut::locate(columns);
+    this->out = (u8*)this->out + ahead * columns * (kIs16Bit ? 2 : 1);
+    if (this->scale_out == nullptr) return;
+    const bool is_mx = kIsMx<RowOut>;
+    this->scale_out = (float*)((u8*)this->scale_out + ahead * this->scale_row_stride * (is_mx ? 1 : 4));
+  }
+};
+template <class RowOut, bool kIs16Bit>
+constexpr bool kRoundsSum<OutputAhead<RowOut, kIs16Bit>> = kRoundsSum<RowOut>;
+
+// use(block, row) is called for each row of the block, once the block has sent what it has to.
+template <class Protocol, class T, u32 kRanks, u32 kChunks, class Use>
+DEVICE void for_flagged_rows(const Group& group, const FlaggedRows& rows, Use use) {
+  LDS static u32 absent[kStages * kMaxRanks];
+  if (wave::thread_id() < int(kStages * kMaxRanks)) absent[wave::thread_id()] = 0;  // also of ranks that there are not
+  const u32 epoch = epoch_of<Protocol>(group);
+  FlaggedBlock<Protocol, T, kRanks, kChunks> block(group, rows, epoch, absent);
+  block.exchange();
+  for (u32 row = wave::block_id_x(); row < rows.rows; row += rows.row_blocks) {
+    if (row >= rows.row_blocks) block_barrier();  // hazard: LDS of the row before is overwritten
+    use(block, row);
+  }
+  end_block<Protocol>(group, epoch, rows.row_blocks * rows.parts);
+}
+
+// All-reduce only.
+template <class Protocol, class T, u32 kRanks, int kChunks>
+DEVICE void flagged_all_reduce(const Group& group, const FlaggedRows& rows, void* out) {
+  auto store_row = [&](auto& block, u32 row) __attribute__((always_inline)) {
+    u32x4 sums[u32(kChunks)];
+    block.load(row, sums);
+#pragma unroll
+    for (u32 i = 0; i < u32(kChunks); ++i) {
+      const u32 column = block.first_thread + wave::thread_id() + i * rows.threads;
+      if (column < rows.chunks) mem::store((u32x4*)out + i64(row) * rows.chunks + column, sums[i]);
+    }
+  };
+  for_flagged_rows<Protocol, T, kRanks, u32(kChunks)>(group, rows, store_row);
+}
+
+// All-reduce and RMSNorm, stored or quantized.
+template <class Protocol, class T, u32 kRanks, int kChunks, bool kIs16Bit, class RowOut>
+DEVICE void flagged_all_reduce_norm(const Group& group, const FlaggedRows& rows, NormRow norm, i64 residual_stride,
+                                    void* normed, RowOut output) {
+  auto norm_row = [&](auto& block, u32 row) __attribute__((always_inline)) {
+    NormRow of_row = norm;
+    if (norm.residual) of_row.residual = (u16*)norm.residual + i64(row) * residual_stride;
+    u16* const copy = normed ? (u16*)normed + i64(row) * norm.hidden : nullptr;
+    using Block = __remove_reference_t(decltype(block));
+    rms_norm_vector<T, true, Factor::kEither, kChunks>(of_row, OutputAhead<RowOut, kIs16Bit>(output, row),
+                                                       FlaggedRow<Block, Protocol, kRanks>{block, row, copy});
+  };
+  for_flagged_rows<Protocol, T, kRanks, u32(kChunks)>(group, rows, norm_row);
+}

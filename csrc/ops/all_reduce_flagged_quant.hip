@@ -1,0 +1,5 @@
+// All-reduce of many rows, RMSNorm and e4m3 quantization with a per-tensor or per-token scale; see collectives/flagged.h.
+#include "collectives/flagged_instances.h"
+
+FLAGGED_NORMS(rms_norm_static_fp8_quant, Static, false)
+FLAGGED_NORMS(rms_norm_dynamic_per_token_quant, PerToken, false)

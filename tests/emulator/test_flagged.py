@@ -1,0 +1,253 @@
+"""Test the all-reduce with payload and flag apart, on emulated devices: right, bit-equal on all ranks, no hang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from assembly import build_module
+from emulated_group import EmulatedGroup
+from marks import AMD, CHIPS, FULL, full
+from test_all_reduce import KERNELS, check_call, name_of
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.collectives import RankMissing, flagged, launches
+from vllm_rocm_ops.core import archs, kernel_arguments
+from vllm_rocm_ops.core.launch import I64, Launch, code_object
+from vllm_rocm_ops.emulator import errors
+
+PAYLOAD = 1 << 20
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """Return a function that checks a call with a configuration of these stages and blocks per row."""
+
+    def check(arch_name, ranks, op, dtype, rows, hidden, stages=2, parts=1, blocks=64, **how):
+        def default(*of):
+            return next(each for each in flagged.configs(*of) if (each.stages, each.parts) == (stages, parts))
+
+        monkeypatch.setattr(flagged, "default", default)
+        group = EmulatedGroup(arch_name, ranks, rows + hidden, capacity=0, payload=PAYLOAD, blocks=blocks)
+        check_call(arch_name, ranks, op, dtype, rows, hidden, group=group, **how)
+        symbols = {launch.symbol for queue in group.queues for _, launch, _ in queue.launches}
+        assert all("_flagged_" in symbol for symbol in symbols)
+
+    return check
+
+
+@pytest.mark.parametrize(("op", "dtype"), KERNELS, ids=name_of)
+def test_every_kind(check, op, dtype):
+    check(CHIPS[0], 2, op, dtype, 2, 1024, epochs=1)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (3, 1), *((ranks, 2) for ranks in launches.RANKS)])
+def test_every_number_of_ranks(check, ranks, stages):
+    """Rows are fewer and more than ranks, blocks fewer than rows, and slices no multiple of a wave."""
+    check(AMD[0], ranks, ops.rms_norm_dynamic_per_token_quant, torch.bfloat16, 3, 552, stages, blocks=2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "hidden", "stages", "parts"),
+    [
+        (2, 3, 16384, 1, 1),
+        (2, 1, 16384, 2, 8),
+        (4, 2, 7168, 2, 2),
+        (8, 1, 2880, 2, 1),
+        (2, 1, 8, 2, 1),
+    ],
+)
+def test_rows_of_any_number_and_length_are_reduced(check, ranks, rows, hidden, stages, parts):
+    """The sizes include the largest row, several blocks per row, fewer rows than ranks, and one vector."""
+    check(AMD[0], ranks, ops.fused_add_rms_norm, torch.bfloat16, rows, hidden, stages, parts, epochs=1)
+
+
+@pytest.mark.parametrize(
+    "how", [{"has_residual": False}, {"adds_one": True}, {"padding": 8}, {"has_addend": True}], ids=str
+)
+def test_options(check, how):
+    check(CHIPS[-1], 2, ops.rms_norm_per_block_quant, torch.bfloat16, 3, 1024, blocks=2, epochs=1, **how)
+
+
+@pytest.mark.parametrize("op", [ops.rms_norm_dynamic_per_token_quant, ops.rms_norm_mxfp8_quant, None], ids=name_of)
+def test_blocks_exchange_sums_and_maxima(check, op):
+    """Four blocks share each of three rows."""
+    check(AMD[0], 2, op, torch.bfloat16, 3, 2048, parts=4, blocks=4)
+
+
+def test_the_norm_beside_its_quantization(check):
+    check(AMD[0], 2, ops.rms_norm_static_fp8_quant, torch.bfloat16, 5, 512, blocks=2, epochs=1, with_norm=True)
+
+
+@full
+@pytest.mark.parametrize("arch_name", AMD)
+@pytest.mark.parametrize("hidden", (2048, 6144, 12288))
+@pytest.mark.parametrize("ranks", (2, 4, 8))
+@pytest.mark.parametrize(("op", "dtype"), [(None, torch.float16), *KERNELS], ids=name_of)
+def test_every_kernel(check, arch_name, op, dtype, ranks, hidden):
+    for stages in flagged.STAGES:
+        check(arch_name, ranks, op, dtype, 3, hidden, stages, blocks=2, epochs=1)
+
+
+# Schedules, and planted faults
+
+
+@pytest.fixture(scope="module", params=[AMD[0], pytest.param(AMD[1], marks=full)])
+def built(request, tmp_path_factory):
+    """Return the architecture, and the code object of flagged.hip."""
+    path = tmp_path_factory.mktemp("flagged") / f"{request.param}.co"
+    build_module().compile_source(Path(__file__).with_name("flagged.hip"), request.param, path, (), debug=True)
+    return request.param, path
+
+
+class WrongSum(AssertionError):
+    """A result that differs from the sum of the ranks' inputs, though each access was allowed."""
+
+
+ONE, MANY = (1, 1024), (3, 1032)  # the last: slices of no whole wave, and fewer blocks than rows
+
+
+def run_sums(built, ranks: int, seed: int, sizes, kernel="right", stages=2, **options) -> None:
+    """Run an all-reduce of each size, and compare all sums."""
+    arch_name, path = built
+
+    def adapt(launch: Launch) -> Launch:
+        takes = kernel_arguments.parameters(code_object(launch.module, arch_name), launch.symbol)
+        given = (
+            I64(launch.args[name]) if type == "i64" else launch.args[name]
+            for name, (_, type) in takes.arguments.items()
+        )
+        return Launch("", f"{kernel}_{ranks}", launch.grid, launch.block, tuple(given))
+
+    group = EmulatedGroup(
+        arch_name, ranks, seed, capacity=0, payload=PAYLOAD, blocks=2, code=path, adapt=adapt, **options
+    )
+    generator, calls = torch.Generator().manual_seed(seed), []
+    with pytest.MonkeyPatch.context() as patch:
+        usual = flagged.configs
+        patch.setattr(flagged, "configs", lambda *of: [each for each in usual(*of) if each.stages == stages])
+        for size in sizes:
+            inputs = [torch.randint(-15, 16, size, generator=generator).bfloat16() for _ in range(ranks)]
+            calls.append((sum(inputs), [reduce.sum(x) for reduce, x in zip(group.reduces, inputs)]))
+    group.run()
+    for number, (wanted, results) in enumerate(calls):
+        for rank, result in enumerate(results):
+            if not torch.equal(result, wanted):
+                raise WrongSum(f"rank {rank}, launch {number}")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stages", flagged.STAGES)
+@pytest.mark.parametrize("ranks", (2, 4, 8))
+def test_schedules(built, ranks, stages):
+    """Four launches, so that each buffer is used again, with grids of other sizes between."""
+    for seed in range((400 if FULL else 8) // ranks):
+        run_sums(built, ranks, seed, (ONE, MANY, ONE, MANY), stages=stages)
+
+
+@pytest.mark.parametrize("stages", flagged.STAGES)
+def test_epochs_come_round(built, stages):
+    for seed in range(2):
+        run_sums(built, 2, seed, (ONE, ONE, MANY, ONE), stages=stages, epoch=2**32 - 3)
+
+
+BUGS = {
+    "flag_first": (errors.StaleRead, {}),
+    "store_scope": (errors.StaleRead, {}),
+    "load_scope": (errors.StaleRead, {}),
+    "no_release": (errors.StaleRead, {}),
+    "no_acquire": (errors.StaleRead, {}),
+    "no_wait": (errors.GlobalRace, {}),
+    "any_epoch": (errors.GlobalRace, {}),
+    "swap": ((errors.GlobalRace, errors.Deadlock), {"stages": 1}),  # two stages would do with one buffer
+    "skip_peer": ((errors.GlobalRace, WrongSum), {}),
+    "narrow_epoch": (errors.GlobalRace, {}),
+    "fresh_memory": (errors.GlobalRace, {"epoch": 2**32 - 2}),
+    "dropped": (WrongSum, {}),
+    "boundary": ((errors.GlobalRace, WrongSum), {}),
+    "two_streams": ((errors.GlobalRace, errors.Deadlock, WrongSum), {"kernel": "right", "streams": 2}),
+}
+"""The error that finds each planted fault, and the arguments of its launches."""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_protocol_faults_are_found_within_a_few_schedules(built, bug):
+    kinds, options = BUGS[bug]
+
+    def finds(seed: int) -> bool:
+        try:
+            run_sums(built, 4, seed, (ONE,) * 4, **({"kernel": bug} | options))
+        except kinds:
+            return True
+        return False
+
+    assert any(finds(seed) for seed in range(32))
+
+
+# A rank that never comes
+
+
+@pytest.mark.parametrize("stages", flagged.STAGES)
+@pytest.mark.parametrize("ranks", (2, 8))
+def test_a_missing_rank_is_reported_with_nan_results(monkeypatch, ranks, stages):
+    """The other ranks end with NaN in every row, the next calls in one shot too, and so does the late rank."""
+    usual = flagged.configs
+    monkeypatch.setattr(flagged, "configs", lambda *of: [each for each in usual(*of) if each.stages == stages])
+    group = EmulatedGroup(AMD[0], ranks, seed=ranks, capacity=1024, payload=PAYLOAD, limit_us=8)
+    late, many, few = ranks - 1, torch.ones(3, 1024).bfloat16(), torch.ones(1, 1024).bfloat16()
+    whole = [reduce.sum(many) for reduce in group.reduces]
+    group.run()
+    assert all((result == ranks).all() for result in whole)
+    failed = [reduce.sum(many) for reduce in group.reduces[:late]]
+    group.run()
+    after = [reduce._decide(None, False, (few,))((few,)) for reduce in group.reduces[:late]]
+    group.run()
+    assert all(result.isnan().any(dim=-1).all() for result in (*failed, *after))
+    for reduce in group.reduces[:late]:
+        with pytest.raises(RankMissing, match=f"rank.* {late}.* of {ranks} did not come in epoch 2"):
+            reduce.check()
+    group.reduces[late].sum(many)
+    group.run()
+    with pytest.raises(RankMissing):
+        group.reduces[late].check()
+
+
+# Configurations, and unsupported calls
+
+
+def config_of(arch_name: str, ranks: int, rows: int, hidden: int, blocks: int = 304) -> tuple[int, int, int]:
+    """Return stages, blocks per row and rows of blocks."""
+    group = launches.Group(0, (0,) * ranks, 0, 0, blocks, 1, payload=flagged.PAYLOAD)
+    a = ops.rms_norm.Arguments(torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta"), None, 1e-6, False)
+    config = flagged.default(a, archs.named(arch_name), group)
+    assert config.row_blocks * config.parts <= blocks
+    return config.stages, config.parts, config.row_blocks
+
+
+def test_stages_and_blocks():
+    """Two ranks send all in one trip. More blocks share a row where there are few rows, if all are resident."""
+    assert config_of(AMD[0], 2, 64, 16384) == (1, 4, 64)
+    assert config_of(AMD[0], 8, 64, 16384) == (2, 4, 64)
+    assert config_of(AMD[0], 8, 128, 16384) == (2, 1, 128)
+    assert config_of(AMD[0], 8, 292, 7168) == (2, 1, 292)
+    assert config_of(AMD[0], 8, 292, 7168, blocks=132) == (2, 1, 132)
+    assert config_of("sm_90", 4, 8, 16384) == (1, 8, 8)
+
+
+def test_calls_go_to_the_protocol_of_their_size():
+    group = EmulatedGroup(AMD[0], 2, payload=flagged.PAYLOAD)
+    reduce = group.reduces[0]
+
+    def symbol(rows: int, hidden: int = 16384) -> str:
+        reduce.sum(torch.empty(rows, hidden, dtype=torch.bfloat16))
+        return group.queues[0].launches[-1][1].symbol
+
+    assert symbol(4) == "all_reduce_bf16_2_x2" and symbol(5) == "all_reduce_flagged_bf16_2_x4" == symbol(128)
+    assert symbol(128, 512) == "all_reduce_flagged_bf16_2_x1", "more rows than resident blocks"
+    many = torch.empty(129, 16384, dtype=torch.bfloat16)
+    assert reduce.unsupported(None, many) == "the kernels require that input has at most 2097152 values (4 MiB)"
+    wide = torch.empty(9, 16392, dtype=torch.bfloat16)
+    assert "hidden is at most 16384" in reduce.unsupported(None, wide)
+    padded = torch.empty(4000, 520, dtype=torch.bfloat16)
+    assert "its rows fit in 10485760 bytes of an inbox" in reduce.unsupported(None, padded)
