@@ -392,7 +392,9 @@ def time_call(name: str, call: Call, size: tuple, others: Others, reduce, x0: to
     if way is not None and way.unsupported(op, sets[0][0], *sets[0][1]):
         return "unsupported"
     try:
-        x, args = sets[0]
+        x = sets[0][0]
+        torch.manual_seed(0)  # all ranks have the same further arguments
+        args = arguments(op, tokens, hidden, device, reduce.arch.fp8_dtype)
         found = as_tuple(call(x.clone(), clones(args)))
         torch.cuda.synchronize(device)
         if way is not None and not is_right(op, others.group, x, clones(args), found):

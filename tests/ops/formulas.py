@@ -251,7 +251,7 @@ def w4a16_gemm(before, after, outputs: tuple) -> Found:
     nibbles = torch.stack([a.weight >> 4 * i & 15 for i in range(8)], -1).flatten(1).double() - 8
     numbers = nibbles * exact(a.scale).repeat_interleave(len(a.weight) // len(a.scale), 0)
     left, out = exact(a.x).reshape(-1, a.x.shape[-1]), outputs[0]
-    yield from product(left, numbers.t(), a.bias, out.reshape(len(left), -1))
+    yield from product(left, numbers.t(), a.bias, out.reshape(len(left), out.shape[-1]))
 
 
 def dequantize_int4(before, after, outputs: tuple) -> Found:
@@ -777,6 +777,7 @@ def gated_delta_net_decode(before, after, outputs: tuple) -> Found:
     state_off, off = torch.zeros_like(state), torch.zeros_like(y)
     for request, slots in enumerate(a.indices.tolist()):
         first, end = (request, request + 1) if a.row_starts is None else a.row_starts[request : request + 2].tolist()
+        end = min(end, first + len(slots))
         taken = 1 if a.accepted is None else int(a.accepted[request])
         if first == end or not 1 <= taken <= len(slots) or slots[0] < 1 or slots[taken - 1] < 1:
             continue

@@ -1,6 +1,6 @@
 """Compare random calls of every op with float64 (formulas.py), and check that malformed calls raise.
 
-    python tests/ops/fuzz.py [--calls 10000] [--malformed 1000] [--seed 0] [--op PATTERN] [--workers N] [--emulate ARCH ...]
+    python tests/ops/fuzz.py [--calls 13000] [--malformed 1000] [--seed 0] [--op PATTERN] [--workers N] [--emulate ARCH ...]
 
 A call has the kinds of arguments of one of the op's cases, with random values and, if the case has sizes as parameters,
 random sizes. It runs in a random configuration, or in one whose kernels have not run yet, if there is one. Kernels run
@@ -393,7 +393,7 @@ def executors(emulate: list[str]):
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--calls", type=int, default=10000, help="valid ones, of all machines together; default: %(default)s")
+    add("--calls", type=int, default=13000, help="valid ones, of all machines together; default: %(default)s")
     add("--malformed", type=int, default=1000, help="default: %(default)s")
     add("--seed", type=int, default=0)
     add("--op", default="*", metavar="PATTERN", help="ops of such names only")

@@ -23,7 +23,6 @@ ROTATED = (
     "Since this profile in the launch of `rope_and_cache` with the backends of `decode_attention`, where timed faster. FlashAttention has "
     "no seam."
 )
-BEFORE_DELTA_NET = "Before Gated DeltaNet: since this profile one launch with its quantization, where timed faster."
 
 
 def _of_o(op: Op) -> str:
@@ -46,10 +45,10 @@ REASONS: dict[str, str | dict[str, str]] = {
     names.K_PE: "In the launch of `mla_norms` with TRITON_MLA. FlashAttention has no seam.",
     names.QUANTIZATION: {
         names.MLA: f"{_of_o(ops.batched_gemm)} Shared experts' input: since this profile quantized in the norm's launch.",
-        names.HYBRID: BEFORE_DELTA_NET,
+        names.HYBRID: OUTSIDE,
         names.GQA: f"{_of_o(ops.paged_attention_decode)} FlashAttention writes BF16.",
     },
-    names.NORM: {names.HYBRID: BEFORE_DELTA_NET},
+    names.NORM: {names.HYBRID: OUTSIDE},
     names.SUM: "Joins two streams. The next norm's kernel adds one residual, not two.",
     **dict.fromkeys((names.FP8, names.BF16), "At warm-up the plugin was not more than 2 % faster in these shapes."),
     names.ABSORPTION: "`mla_attention` covers TRITON_MLA and ROCM_AITER_MLA, not FlashAttention.",
@@ -58,6 +57,8 @@ REASONS: dict[str, str | dict[str, str]] = {
     names.LOGITS: OUTSIDE,
     names.RUNNER: OUTSIDE,
     names.FILLS: OUTSIDE,
+    "pointwise, drafting": OUTSIDE,
+    "concatenation, drafting": OUTSIDE,
     names.COPIES: {"llama|deepseek": OUTSIDE, "qwen3": f"{OUTSIDE} One a layer belongs to the expert ids of padding."},
 }
 

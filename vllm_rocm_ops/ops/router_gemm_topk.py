@@ -86,11 +86,11 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 
 def _configs(a, arch: Arch) -> list[SkinnyConfig]:
-    """Return the divisions of K into slices of whole units, with a block per slice and tile; none if no lanes fit the experts.
+    """Return the divisions of K into slices of whole units, with a block per slice and tile.
 
-    Groups of tokens have such blocks each.
+    None if no lanes fit the experts, or a float32 weight is shuffled. Groups of tokens have such blocks each.
     """
-    if _division(a, arch) is None:
+    if _division(a, arch) is None or a.weight.dtype == torch.float32 and a.weight.dim() != 2:
         return []
     tokens, weight = _operands(a)
     tiles = -(-weight.rows // ROWS)
