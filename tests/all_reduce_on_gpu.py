@@ -186,13 +186,14 @@ def in_flat_memory(device: torch.device, act: Callable[[], None], judges: bool) 
 
     def used() -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(device)
-        return total - free, torch.cuda.memory_allocated(device)
+        return total - free - torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
 
     before, host = used(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     act()
     grown = [now - then for now, then in zip(used(), before)]
     grown_host = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - host) // 1024
-    told = f"memory grew by {grown[0]} bytes on the GPU, {grown[1]} of PyTorch's tensors, {grown_host} MiB on the host"
+    on_gpu = f"{grown[0]} bytes on the GPU beside PyTorch's cache, {grown[1]} of its tensors"
+    told = f"memory grew by {on_gpu}, {grown_host} MiB on the host"
     if judges and (grown[0] > 32 << 20 or grown[1] > 0 or grown_host > 64):
         raise RuntimeError(told)
     return told
