@@ -17,6 +17,7 @@
 // nothing but themselves. The inbox, its error and the time limit are shared with those launches.
 #pragma once
 #include "all_reduce.h"
+#include "device/divisor.h"
 #include "device/flags.h"
 
 constexpr u32 kStages = 2;
@@ -33,6 +34,7 @@ struct FlaggedRows : RowsOfRanks {
   u32 stages;         // 1 or 2
   u32 slot;           // vectors of a block's row that one rank sends to another in the first stage, at most
   u32 first, buffer;  // bytes before the first buffer in an inbox, and bytes of a buffer
+  Divisor by_ranks;
 };
 
 // The protocol's steps as separate functions, so that tests can replace one.
@@ -80,7 +82,7 @@ struct FlaggedBlock {
       const u32 first = first_thread + i * rows.threads, left = first < rows.chunks ? rows.chunks - first : 0;
       count += left < threads ? left : threads;
     }
-    slice = (count + group.ranks - 1) / group.ranks;
+    slice = (count + group.ranks - 1) / rows.by_ranks;
   }
 
   DEVICE u32 flag_at(u32 stage, u32 sender) const {

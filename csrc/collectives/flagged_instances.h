@@ -8,14 +8,16 @@
   GROUP_ARGUMENTS,                                                                                                     \
   const void* input,          /* [rows, hidden] T, rows input_stride elements apart */                                 \
   i64 input_stride, u32 rows, u32 row_chunks, u32 parts, u32 row_threads, u32 row_blocks, u32 stages, u32 slot,        \
-  u32 first, u32 buffer
+  u32 first, u32 buffer, u32 inverse, int shift
 #define FLAGGED_SUM_INSTANCE(type, T, most, chunks)                                                                    \
   KERNEL(512) all_reduce_flagged_##type##_##most##_x##chunks(                                                          \
       FLAGGED_ARGUMENTS,                                                                                               \
       void* out) {            /* [rows, hidden] T */                                                                   \
     GROUP;                                                                                                             \
     flagged_all_reduce<Flagged, T, most, chunks>(                                                                      \
-        group, {{input, input_stride, row_chunks, parts, row_threads}, rows, row_blocks, stages, slot, first, buffer}, \
+        group,                                                                                                         \
+        {{input, input_stride, row_chunks, parts, row_threads},                                                        \
+         rows, row_blocks, stages, slot, first, buffer, {inverse, shift}},                                             \
         out);                                                                                                          \
   }
 #define FLAGGED_NORM_INSTANCE(name, type, T, RowOut, is_16_bit, most, chunks)                                          \
@@ -29,7 +31,7 @@
     flagged_all_reduce_norm<Flagged, T, most, chunks, is_16_bit>(                                                      \
         group,                                                                                                         \
         {{input, input_stride, row_chunks, parts, row_threads, addend, addend_factor},                                 \
-         rows, row_blocks, stages, slot, first, buffer},                                                               \
+         rows, row_blocks, stages, slot, first, buffer, {inverse, shift}},                                             \
         {nullptr, residual, weight, hidden, inverse_hidden, epsilon, one_plus_weight != 0}, residual_stride, normed,   \
         output);                                                                                                       \
   }

@@ -51,23 +51,30 @@ struct Boundary : Flagged {
   DEVICE static u32 slice_end(u32 first, u32 slice, u32 count) { return Flagged::slice_end(first, slice + 1, count); }
 };
 
-#define SUM(name, Protocol, most)                                                                                      \
-  KERNEL(512)                                                                                                          \
-  name##_##most(u64* inbox0, u64* inbox1, u64* inbox2, u64* inbox3, u64* inbox4, u64* inbox5, u64* inbox6,             \
-                u64* inbox7, u64* mine, u32* counters, u64* report, u32 capacity, u32 rank, u32 ranks, u32 limit_us,   \
-                const void* input, i64 input_stride, u32 rows, u32 row_chunks, u32 parts, u32 row_threads,             \
-                u32 row_blocks, u32 stages, u32 slot, u32 first, u32 buffer, void* out) {                              \
-    const Group group{{inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7},                                \
-                      mine,                                                                                            \
-                      counters,                                                                                        \
-                      report,                                                                                          \
-                      capacity,                                                                                        \
-                      rank,                                                                                            \
-                      ranks,                                                                                           \
-                      limit_us};                                                                                       \
-    flagged_all_reduce<Protocol, Bf16, most, 1>(                                                                       \
-        group, {{input, input_stride, row_chunks, parts, row_threads}, rows, row_blocks, stages, slot, first, buffer}, \
-        out);                                                                                                          \
+#define SUM(name, Protocol, most)                                                                                    \
+  KERNEL(512)                                                                                                        \
+  name##_##most(u64* inbox0, u64* inbox1, u64* inbox2, u64* inbox3, u64* inbox4, u64* inbox5, u64* inbox6,           \
+                u64* inbox7, u64* mine, u32* counters, u64* report, u32 capacity, u32 rank, u32 ranks, u32 limit_us, \
+                const void* input, i64 input_stride, u32 rows, u32 row_chunks, u32 parts, u32 row_threads,           \
+                u32 row_blocks, u32 stages, u32 slot, u32 first, u32 buffer, u32 inverse, int shift, void* out) {    \
+    const Group group{{inbox0, inbox1, inbox2, inbox3, inbox4, inbox5, inbox6, inbox7},                              \
+                      mine,                                                                                          \
+                      counters,                                                                                      \
+                      report,                                                                                        \
+                      capacity,                                                                                      \
+                      rank,                                                                                          \
+                      ranks,                                                                                         \
+                      limit_us};                                                                                     \
+    flagged_all_reduce<Protocol, Bf16, most, 1>(group,                                                               \
+                                                {{input, input_stride, row_chunks, parts, row_threads},              \
+                                                 rows,                                                               \
+                                                 row_blocks,                                                         \
+                                                 stages,                                                             \
+                                                 slot,                                                               \
+                                                 first,                                                              \
+                                                 buffer,                                                             \
+                                                 {inverse, shift}},                                                  \
+                                                out);                                                                \
   }
 SUM(right, Right, 2)
 SUM(right, Right, 4)

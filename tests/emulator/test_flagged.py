@@ -114,11 +114,15 @@ def run_sums(built, ranks: int, seed: int, sizes, kernel="right", stages=2, **op
 
     def adapt(launch: Launch) -> Launch:
         takes = kernel_arguments.parameters(code_object(launch.module, arch_name), launch.symbol)
-        given = (
-            I64(launch.args[name]) if type == "i64" else launch.args[name]
-            for name, (_, type) in takes.arguments.items()
-        )
-        return Launch("", f"{kernel}_{ranks}", launch.grid, launch.block, tuple(given))
+
+        def given(name: str, type: str):
+            value = launch.args[name]
+            if type == "i64":
+                return I64(value)
+            return value - (1 << 32) if type == "u32" and value >= 1 << 31 else value
+
+        values = (given(name, type) for name, (_, type) in takes.arguments.items())
+        return Launch("", f"{kernel}_{ranks}", launch.grid, launch.block, tuple(values))
 
     group = EmulatedGroup(
         arch_name, ranks, seed, capacity=0, payload=PAYLOAD, blocks=2, code=path, adapt=adapt, **options

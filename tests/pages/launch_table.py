@@ -58,7 +58,6 @@ REASONS: dict[str, str | dict[str, str]] = {
     names.RUNNER: OUTSIDE,
     names.FILLS: OUTSIDE,
     "pointwise, drafting": OUTSIDE,
-    "concatenation, drafting": OUTSIDE,
     names.COPIES: {"llama|deepseek": OUTSIDE, "qwen3": f"{OUTSIDE} One a layer belongs to the expert ids of padding."},
 }
 

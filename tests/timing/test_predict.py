@@ -166,7 +166,7 @@ def test_no_launch_is_faster_than_its_bytes():
     [pytest.param(ops.mla_decode, (512, 2048), marks=full), (ops.paged_attention_decode, (128, 512))],
 )
 def test_attention_reads_as_many_keys_as_are_said(op, contexts):
-    """Of fewer keys the last block of mla_decode combines the others' results, in the same launch."""
+    """The last block of mla_decode combines the results of fewer keys in the same launch."""
     given = explain.example(op, ARCHS["gfx942"])
     cache = given["kv_cache" if op is ops.mla_decode else "key_cache"]
     bytes_of_key = cache[0, 0].numel() * cache.element_size() * (1 if op is ops.mla_decode else 2)

@@ -14,7 +14,7 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Address
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.tensors import rows_of
-from vllm_rocm_ops.ops.shared import rowwise
+from vllm_rocm_ops.ops.shared import gemm, rowwise
 
 PAYLOAD = 10 << 20
 """Bytes per buffer: 4 MiB of values in each of two stages, whose rows are padded to whole threads."""
@@ -51,6 +51,7 @@ class Config(launches.Config):
             "slot": self.slot(group.ranks),
             "first": launches.words_bytes(group.capacity),
             "buffer": buffer_bytes(group.payload),
+            **gemm.divisor(group.ranks),
         }
 
     def module(self, module: str) -> str:

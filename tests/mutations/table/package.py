@@ -165,7 +165,7 @@ BUGS = (
         "if is_mx and not is_named and experts_class.aiter_takes(*asked):", "if False:",
         Tests("vllm/test_experts.py::test_mx_weights_in_aiters_order_stay_its_own")),
     Bug("layers with and without a limit share a choice", "vllm/moe/base.py",
-        "expert_map is None, rest_of(experts, activation)", "expert_map is None",
+        "topk, expert_map is None, rest", "topk, expert_map is None",
         Tests("vllm/test_experts.py::test_other_activations_are_compared_and_keyed")),
     Bug("shared experts timed as routed ones", "vllm/moe/base.py", "scores[:, routed:] += 1.0", "scores[:, routed:] += 0.0",
         Tests("vllm/test_experts.py::test_shared_experts_that_aiter_fuses")),
