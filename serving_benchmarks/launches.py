@@ -34,6 +34,7 @@ QUANTIZATION, TOP_K = "quantization of linears' inputs", "experts: top-k"
 FP8, BF16, ABSORPTION = "FP8 linears", "router and lm_head", "W_UK and W_UV"
 REDUCE, LOGITS, EMBEDDING = "all-reduce, with the norm after it", "all-gather of logits", "token embedding"
 RUNNER, FILLS, COPIES, PADDING = "input preparation, sampling", "fills", "copies", "expert ids of padding"
+POINTWISE = "pointwise, drafting"
 DELTA_NET, GATE, VALUES = "Gated DeltaNet", "attention's gate, quantization", "copies of b, a and z"
 MLA, GQA, HYBRID = "deepseek", "llama|qwen3", "qwen3-next"
 
@@ -117,7 +118,7 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
             Launch("concatenation, drafting", TORCH),
         ),
         r"void at::native::.*direct_copy_kernel.*": Launch(COPIES, TORCH),
-        r"void at::native::(vectorized_|unrolled_)?elementwise_kernel<.*": Launch("pointwise, drafting", TORCH),
+        r"void at::native::(vectorized_|unrolled_)?elementwise_kernel<.*": Launch(POINTWISE, TORCH),
         r"Memcpy .*|Memset .*|memcpy32_post|memcpy128": Launch(COPIES, CUDA),
         r"void vllm::vocab_embedding::\w+<.*": Launch(EMBEDDING, VLLM),
         r"triton_poi_fused__to_copy_embedding_\d+": Launch(EMBEDDING, INDUCTOR),

@@ -57,7 +57,7 @@ REASONS: dict[str, str | dict[str, str]] = {
     names.LOGITS: OUTSIDE,
     names.RUNNER: OUTSIDE,
     names.FILLS: OUTSIDE,
-    "pointwise, drafting": OUTSIDE,
+    names.POINTWISE: OUTSIDE,
     names.COPIES: {"llama|deepseek": OUTSIDE, "qwen3": f"{OUTSIDE} One a layer belongs to the expert ids of padding."},
 }
 

@@ -136,10 +136,7 @@ def routing(oracle, backend, scheme: tuple) -> type:
 
         @staticmethod
         def is_supported_config(experts_class, moe_config, *asked):
-            supported, why = experts.Predicates.is_supported_config(experts_class, moe_config, *asked)
-            if supported and not routing_experts.supports(routing_experts.METHODS[ROUTING], moe_config):
-                return False, f"{experts_class.__name__} has no routing kernels for this layer"
-            return supported, why
+            return routing_experts.is_supported_config(experts_class, ROUTING, moe_config, *asked)
 
         @staticmethod
         def _supports_routing_method(routing_method, weight_key, activation_key):

@@ -149,6 +149,14 @@ def kept_by() -> str:
     return "Quark layers, which call no monolithic experts" if quark else ""
 
 
+def is_supported_config(experts_class: type, routing: str, moe_config, *asked) -> tuple[bool, str | None]:
+    """Return what `Predicates` does, or that experts have no kernels for a layer's routing method, given its name."""
+    supported, why = experts.Predicates.is_supported_config(experts_class, moe_config, *asked)
+    if supported and not supports(METHODS[routing], moe_config):
+        return False, f"{experts_class.__name__} has no routing kernels for this layer"
+    return supported, why
+
+
 def monolithic(modular: type) -> type:
     """Return the plugin's class of experts that route tokens, for the layers that a modular class supports."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
@@ -169,10 +177,7 @@ def monolithic(modular: type) -> type:
             if kept_by():
                 return False, f"{experts_class.__name__} does not support {kept_by()}"
             asked = moe_config, weight_key, activation_key, activation_format
-            supported, why = experts.Predicates.is_supported_config(experts_class, *asked)
-            if supported and not supports(METHODS[moe_config.routing_method.name], moe_config):
-                return False, f"{experts_class.__name__} has no routing kernels for this layer"
-            return supported, why
+            return is_supported_config(experts_class, moe_config.routing_method.name, *asked)
 
         @staticmethod
         def _supports_routing_method(routing_method, weight_key, activation_key):
