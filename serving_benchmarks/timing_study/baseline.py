@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.collectives import flagged, launches
+from vllm_rocm_ops.collectives import flagged, launches, one_shot
 from vllm_rocm_ops.timing.machines import Constant, Machine
 
 KINDS = ("published", "measured", "fitted", "assumed", "predicted")
@@ -130,16 +130,16 @@ def fused_all_reduce(machine: Machine, ranks: int, rows: int, hidden: int) -> Ti
     values = 2 * math.prod(at)
     fixed = published.value - values / link - 7 * 2 * at[1] / costs.unit_bytes_per_us
     source = f"{published.source}, without its bytes: {fixed:.1f}; "
-    if all(holds for _, holds in launches.rules(None, a, arch, group)):
-        words = rows * hidden // launches.VALUES_IN_WORD * launches.WORD_BYTES
-        ours = words / link + launches.cost(launches.default(a, arch, group), a, arch, group)
-        source += f"words at {link / 1e3:.0f} GB/s, and collectives/launches.py"
-    elif all(holds for _, holds in flagged.rules(None, a, arch, group)):
-        config = flagged.default(a, arch, group)
-        ours = flagged.cost(config, a, arch, group) - costs.hop_us  # the published time has one trip
+    planner, _ = one_shot.protocol(None, a, arch, group)
+    if planner is None:
+        return None
+    config = planner.default(a, arch, group)
+    ours = planner.cost(config, a, arch, group)
+    if planner is flagged:
+        ours -= costs.hop_us  # the published time has one trip
         source += f"bytes of {config.stages} stages at {link / 1e3:.0f} GB/s, and collectives/flagged.py"
     else:
-        return None
+        source += f"words at {link / 1e3:.0f} GB/s, and collectives/launches.py"
     return Time(fixed + ours, 1, "predicted", source)
 
 

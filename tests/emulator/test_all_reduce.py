@@ -254,8 +254,8 @@ def test_unsupported_calls_are_refused():
     weight = torch.ones(512, dtype=torch.bfloat16)
     few = torch.zeros(2, 512, dtype=torch.bfloat16)
     assert reduce.unsupported(op, few, weight, EPSILON) == "" == reduce.unsupported(None, few)
-    many = torch.zeros(129, 512, dtype=torch.bfloat16)
-    assert "input has at most 65536 values (128 KiB, twice that between ranks)" in reduce.unsupported(None, many)
+    many = torch.zeros(513, 512, dtype=torch.bfloat16)
+    assert "input has at most 262144 values (512 KiB, twice that between ranks)" in reduce.unsupported(None, many)
     assert "rows have at most 64 blocks, so that all are resident" in reduce.unsupported(None, many)
     wide = torch.zeros(1, 16392, dtype=torch.bfloat16)
     assert reduce.unsupported(None, wide) == "the kernels require that hidden is at most 16384"

@@ -12,7 +12,7 @@ from marks import AMD, CHIPS, FULL, full
 from test_all_reduce import KERNELS, check_call, name_of
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.collectives import RankMissing, flagged, launches
+from vllm_rocm_ops.collectives import RankMissing, flagged, launches, one_shot
 from vllm_rocm_ops.core import archs, kernel_arguments
 from vllm_rocm_ops.core.launch import I64, Launch, code_object
 from vllm_rocm_ops.emulator import errors
@@ -239,6 +239,18 @@ def test_stages_and_blocks():
     assert config_of("sm_90", 4, 8, 16384) == (1, 8, 8)
 
 
+@pytest.mark.parametrize(
+    ("arch_name", "ranks", "most"), [(AMD[0], 2, 3), (AMD[0], 8, 3), ("sm_90", 2, 16), ("sm_90", 8, 3)]
+)
+def test_words_are_sent_while_a_flag_takes_longer(arch_name, ranks, most):
+    """A word has twice the bytes of its values, a flag is a trip more."""
+    arch = archs.named(arch_name)
+    group = launches.Group(0, (0,) * ranks, 0, 0, arch.compute_units, 1, payload=flagged.PAYLOAD)
+    sums = [launches.Sum(torch.empty(rows, 16384, dtype=torch.bfloat16, device="meta")) for rows in range(1, 33)]
+    chosen = [one_shot.protocol(None, a, arch, group) for a in sums]
+    assert chosen == [(launches, "")] * most + [(flagged, "")] * (32 - most)
+
+
 def test_calls_go_to_the_protocol_of_their_size():
     group = EmulatedGroup(AMD[0], 2, payload=flagged.PAYLOAD)
     reduce = group.reduces[0]
@@ -247,7 +259,7 @@ def test_calls_go_to_the_protocol_of_their_size():
         reduce.sum(torch.empty(rows, hidden, dtype=torch.bfloat16))
         return group.queues[0].launches[-1][1].symbol
 
-    assert symbol(4) == "all_reduce_bf16_2_x2" and symbol(5) == "all_reduce_flagged_bf16_2_x4" == symbol(128)
+    assert symbol(3) == "all_reduce_bf16_2_x2" and symbol(5) == "all_reduce_flagged_bf16_2_x4" == symbol(128)
     assert symbol(128, 512) == "all_reduce_flagged_bf16_2_x1", "more rows than resident blocks"
     many = torch.empty(129, 16384, dtype=torch.bfloat16)
     assert reduce.unsupported(None, many) == "the kernels require that input has at most 2097152 values (4 MiB)"

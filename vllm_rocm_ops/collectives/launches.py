@@ -26,9 +26,8 @@ MAX_RANKS = RANKS[-1]
 HEADER_BYTES = 128  # per inbox
 BUFFERS, SLOTS = 2, MAX_RANKS + 1  # per inbox: one slot per rank, and one for its owner's blocks
 WORD_BYTES, VALUES_IN_WORD = 8, 2  # a word has two 16-bit values and its epoch
-CAPACITY = 128 * 1024 // 2 // VALUES_IN_WORD
-"""Words per call: 128 KiB of values are 256 KiB per link, 5.5 us on MI300X (48 GB/s, one direction). Twice the capacity would take as
-long as vLLM's all-reduce of 192 KiB and a norm (7.0 us on MI355X, vllm#39080, and 4.5 us)."""
+CAPACITY = 512 * 1024 // 2 // VALUES_IN_WORD
+"""Words per call: on two H200 stages (flagged.py) are faster from 1 MiB of values on, on MI300X from about 128 KiB (predicted)."""
 MAX_BLOCK_THREADS, MAX_ROW_THREADS = 512, 1024
 CHUNKS = (1, 2)  # vectors per thread
 PARTS = (1, 2, 4, 8)
@@ -160,11 +159,12 @@ def configs(a, arch: Arch, group: Group) -> list[Config]:
 
 
 def cost(config: Config, a, arch: Arch, group: Group) -> float:
-    """Return the predicted microseconds of a row after the last rank's stores."""
+    """Return the predicted microseconds of a launch, without its start."""
     costs = arch.costs.collective
     row_bytes = a.input.shape[-1] // VALUES_IN_WORD * WORD_BYTES
+    wire = rows_of(a.input) * row_bytes / costs.peer_bytes_per_us(group.ranks)
     read = (group.ranks - 1) * row_bytes / config.parts / costs.unit_bytes_per_us
-    return read + (costs.exchange_us if config.parts > 1 and not isinstance(a, Sum) else 0.0)
+    return wire + read + (costs.exchange_us if config.parts > 1 and not isinstance(a, Sum) else 0.0)
 
 
 def default(a, arch: Arch, group: Group) -> Config:

@@ -7,7 +7,8 @@
     reduce.close()    # on all ranks
 
 `reduce(op, input, ...)` has the bits of `op(reduce.sum(input), ...)`, equal on all ranks. An op's addend is this rank's part, too: it
-is added to input before the sum. Up to 128 KiB are summed in one shot (launches.py), more in one or two stages (flagged.py). Support depends on sizes only, so that ranks agree: an unsupported call runs `other` and then the op.
+is added to input before the sum. Few rows are summed in one shot (launches.py), more in one or two stages (flagged.py), as the costs of
+the GPU say. Support depends on sizes only, so that ranks agree: an unsupported call runs `other` and then the op.
 Every rank makes the same calls in the same order, on one stream at a time. Calls may be captured.
 
 A rank that waits longer than $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT seconds gives up: its launch and all later launches on all ranks end, with
@@ -90,16 +91,7 @@ class OneShotAllReduce:
         Raises:
             ValueError: The op's contract is broken.
         """
-        return self._protocol(op, self._arguments(op, args))[1]
-
-    def _protocol(self, op: Op | None, a):
-        """Return the module that plans a call, or None and the reason."""
-        protocols = (launches, flagged) if self.group.payload else (launches,)
-        for protocol in protocols:
-            broken = [rule for rule, holds in protocol.rules(op, a, self.arch, self.group) if not holds]
-            if not broken:
-                return protocol, ""
-        return None, f"the kernels require that {'; '.join(broken)}"
+        return protocol(op, self._arguments(op, args), self.arch, self.group)[1]
 
     def sum(self, input: Tensor) -> Tensor:
         """Return the sum of all ranks' inputs [..., hidden], bf16 or fp16, rounded once."""
@@ -168,15 +160,15 @@ class OneShotAllReduce:
         name = "all_reduce" if op is None else f"all_reduce_{op.name}"
         if rows_of(a.input) == 0:
             return Execution(name, "nothing to do", lambda args: without_kernel(op, with_norm, torch.clone, args))
-        protocol, why = self._protocol(op, a)
-        if protocol is None:
+        planner, why = protocol(op, a, self.arch, self.group)
+        if planner is None:
             if self._elsewhere is None:
                 raise ValueError(f"{name}: {why}; for calls without a kernel, `all_reduce` must be given, got None")
             elsewhere = functools.partial(without_kernel, op, with_norm, self._elsewhere)
             return Execution(name, FALLBACK + why, elsewhere, is_fallback=True)
         outputs = torch.empty_like(a.input, memory_format=torch.contiguous_format) if op is None else op.allocate(a)
         normed = a.input.new_empty(a.input.shape) if with_norm else None
-        config = protocol.default(a, self.arch, self.group)
+        config = planner.default(a, self.arch, self.group)
         planned = launches.plan(op, a, outputs, normed, config, self.group)
         if with_norm:
             outputs = (*(outputs if isinstance(outputs, tuple) else (outputs,)), normed)
@@ -191,6 +183,20 @@ class OneShotAllReduce:
         handles = [runtime.load(str(code), planned.symbol, device.index)]
         run = bind_device(runtime, device, (planned,), handles, packers, outputs, a, ADVICE)
         return Execution(name, planned.symbol, run)
+
+
+def protocol(op: Op | None, a, arch: Arch, group: Group):
+    """Return the module with the lowest predicted cost that plans a call, or None and the reason."""
+    fitting = []
+    for module in (launches, flagged) if group.payload else (launches,):
+        broken = [rule for rule, holds in module.rules(op, a, arch, group) if not holds]
+        if not broken:
+            fitting.append(module)
+    if not fitting:
+        return None, f"the kernels require that {'; '.join(broken)}"
+    if len(fitting) == 1 or rows_of(a.input) == 0:
+        return fitting[0], ""
+    return min(fitting, key=lambda of: of.cost(of.default(a, arch, group), a, arch, group)), ""
 
 
 def without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor], Tensor], args: tuple):
