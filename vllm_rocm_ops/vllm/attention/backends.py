@@ -33,6 +33,7 @@ class Backend:
         needs: Classes and their attributes that the plugin relies on.
         caches: Returns the key and the value cache [pages, slots, heads, size], None for an unsupported memory order.
         batch: Returns the batch if all its rows are decode rows of one query length, else `NO_BATCH`.
+        casts_sinks: True if its kernels load sinks of any dtype and compute with them in float32.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Backend:
     caches: Callable[[object, torch.nn.Module, Tensor], tuple[Tensor, Tensor] | None] | None = None
     batch: Callable[[object], Batch] | None = None
     on_gpu: bool = True
+    casts_sinks: bool = False
 
     @property
     def module(self) -> str:

@@ -124,14 +124,20 @@ class HeadsDecoder(Decoder):
 
     op = ops.paged_attention_decode
 
+    def __init__(self, impl, backend: Backend):
+        super().__init__(impl, backend)
+        if impl.sinks is not None and not self.unsupported_reason:
+            impl.sinks.data = impl.sinks.data.float()  # the model's own parameter, before its weights are loaded
+
     def unsupported_features(self):
         impl = self.impl
+        casts = (torch.float32, *ELEMENTS) if self.backend.casts_sinks else (torch.float32,)
         yield from super().unsupported_features()
         yield "encoder attention", getattr(impl, "attn_type", "decoder") != "decoder"
         yield f"head size {impl.head_size}", impl.head_size not in SIZES
         yield "ALiBi", impl.alibi_slopes is not None
         yield "a logits soft cap", bool(impl.logits_soft_cap)
-        yield "a sink dtype other than float32", impl.sinks is not None and impl.sinks.dtype != torch.float32
+        yield "a sink dtype other than float32", impl.sinks is not None and impl.sinks.dtype not in casts
         yield "a sliding window on CPU", self.window > 0 and not self.backend.on_gpu
         yield "chunked look-back", getattr(impl, "chunk_lookback", -1) != -1
         # The kernel for a request's rows would depend on the batch.
@@ -306,7 +312,9 @@ def _of_heads(
 _TRITON = ("max_query_len", "mm_prefix_range_tensor", "rswa_prefix_lens")
 _of_all = ("max_query_len",), backends.split_rocm_cache, backends.batch_of_all
 BACKENDS = {
-    "ROCM_ATTN": _of_heads("rocm_attn", "RocmAttention", "RocmAttentionImpl", "RocmAttentionMetadata", *_of_all),
+    "ROCM_ATTN": _of_heads(
+        "rocm_attn", "RocmAttention", "RocmAttentionImpl", "RocmAttentionMetadata", *_of_all, casts_sinks=True
+    ),
     "ROCM_AITER_FA": _of_heads(
         *("rocm_aiter_fa", "AiterFlashAttention", "AiterFlashAttentionImpl", "AiterFlashAttentionMetadata"),
         *(OF_SPLIT, backends.packed_or_shuffled, backends.batch_of_decodes),
@@ -315,10 +323,12 @@ BACKENDS = {
         *("rocm_aiter_unified_attn", "RocmAiterUnifiedAttention", "RocmAiterUnifiedAttentionImpl"),
         *("RocmAttentionMetadata", ("max_query_len",), backends.packed_unless_interleaved, backends.batch_of_all),
         base="rocm_attn.RocmAttentionImpl",
+        casts_sinks=True,
     ),
     "TRITON_ATTN": _of_heads(
         *("triton_attn", "TritonAttention", "TritonAttentionImpl", "TritonAttentionMetadata"),
         *(_TRITON, backends.packed, backends.batch_of_all),
+        casts_sinks=True,
     ),
     "CPU_ATTN": _of_heads(
         *("cpu_attn", "CPUAttention", "CPUAttentionBackendImpl", "CPUAttentionMetadata"),
