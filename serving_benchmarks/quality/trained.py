@@ -1,4 +1,4 @@
-"""Train a small Llama and a small DeepSeek V3 on text that ships with Python, with bytes as tokens.
+"""Train a small Llama, DeepSeek V3 and Qwen3-Next on text that ships with Python, with bytes as tokens.
 
 A wrong scale changes the perplexity of a trained model on unseen text, but not of a random model. Training takes some minutes per model on
 one core, with the same steps every time, or a minute on a GPU. Checkpoints are stored in the user's cache folder, one per quantization
@@ -31,14 +31,22 @@ MAX_OF_ENTROPY = 0.6
 
 SHARED = {"vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2, "num_hidden_layers": 2}
 CONFIGS = {"llama": checkpoints.LLAMA | SHARED, "deepseek": checkpoints.DEEPSEEK | SHARED}
+CONFIGS["qwen3-next"] = checkpoints.LLAMA | checkpoints.FAMILIES["qwen3_next"] | SHARED | {"model_type": "qwen3_next"}
+CONFIGS["qwen3-next"] |= {"layer_types": ["linear_attention", "full_attention"]}
+CONFIGS["qwen3-next"] |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
 KINDS = {
     "llama": ("bf16", "static", "dynamic", "token", "bounded", "block", "mxfp8"),
     "deepseek": ("bf16", "static", "dynamic", "token", "block", "mxfp8"),
+    "qwen3-next": ("bf16", "dynamic", "block"),
 }
 """vLLM has no experts for fbgemm's format, "bounded"."""
-STEPS = {"llama": 700, "deepseek": 500}
+STEPS = {"llama": 700, "deepseek": 500, "qwen3-next": 400}
 SEQUENCES = 4  # per step
-RATES = {"llama": (3e-3, 3e-3), "deepseek": (1e-3, 6e-3)}  # for layers; for the embedding and lm_head
+RATES = {
+    "llama": (3e-3, 3e-3),
+    "deepseek": (1e-3, 6e-3),
+    "qwen3-next": (2e-3, 4e-3),
+}  # for layers; for the embedding and lm_head
 BIAS_RATE = 3e-3  # for a router's bias, per step
 
 
@@ -88,13 +96,12 @@ class Model:
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [sequences, tokens, vocabulary] after each token of the sequences [sequences, tokens]."""
         hidden = self.weights["model.embed_tokens.weight"][tokens]
-        attention = self.mla_attention if "kv_lora_rank" in self.config else self.attention
         for layer in range(self.config["num_hidden_layers"]):
             prefix = f"model.layers.{layer}"
-            dense = layer < self.config.get("first_k_dense_replace", self.config["num_hidden_layers"])
-            hidden = hidden + attention(f"{prefix}.self_attn", self.norm(f"{prefix}.input_layernorm", hidden))
+            hidden = hidden + self.mix(layer, prefix, self.norm(f"{prefix}.input_layernorm", hidden))
             normed = self.norm(f"{prefix}.post_attention_layernorm", hidden)
-            hidden = hidden + (self.mlp if dense else self.experts)(f"{prefix}.mlp", normed)
+            has_experts = checkpoints.has_experts(self.config, layer)
+            hidden = hidden + (self.experts if has_experts else self.mlp)(f"{prefix}.mlp", normed)
         return functional.linear(self.norm("model.norm", hidden), self.weights["lm_head.weight"])
 
     def loss(self, tokens: Tensor) -> Tensor:
@@ -102,9 +109,19 @@ class Model:
         logits = self.logits(tokens[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
+    def mix(self, layer: int, prefix: str, x: Tensor) -> Tensor:
+        """Apply a layer's attention or Gated DeltaNet."""
+        if "layer_types" not in self.config:
+            attention = self.mla_attention if "kv_lora_rank" in self.config else self.attention
+            return attention(f"{prefix}.self_attn", x)
+        if self.config["layer_types"][layer] == "full_attention":
+            return self.gated_attention(f"{prefix}.self_attn", x)
+        return self.delta_net(f"{prefix}.linear_attn", x)
+
     def norm(self, name: str, x: Tensor) -> Tensor:
-        """Apply RMSNorm."""
-        return functional.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.config["rms_norm_eps"])
+        """Apply RMSNorm, of Qwen3-Next with 1 + weight."""
+        weight = self.weights[f"{name}.weight"] + ("layer_types" in self.config)
+        return functional.rms_norm(x, x.shape[-1:], weight, self.config["rms_norm_eps"])
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """Apply a linear layer."""
@@ -119,9 +136,26 @@ class Model:
         return self.linear(f"{name}.down_proj", functional.silu(gate) * up)
 
     def experts(self, name: str, x: Tensor) -> Tensor:
-        """Apply experts, routed by sigmoids with a bias within the best groups, and the shared expert."""
-        config, rows = self.config, x.flatten(0, -2)
-        scores = torch.sigmoid(functional.linear(rows, self.weights[f"{name}.gate.weight"]))
+        """Apply routed experts and the shared expert."""
+        rows = x.flatten(0, -2)
+        logits = functional.linear(rows, self.weights[f"{name}.gate.weight"])
+        if "num_experts" in self.config:
+            share, chosen = logits.softmax(-1).topk(self.config["num_experts_per_tok"])
+            share = share / share.sum(-1, keepdim=True)
+            gate = functional.linear(rows, self.weights[f"{name}.shared_expert_gate.weight"]).sigmoid()
+            total, experts = gate * self.mlp(f"{name}.shared_expert", rows), self.config["num_experts"]
+        else:
+            share, chosen = self.among_groups(name, logits)
+            total, experts = self.mlp(f"{name}.shared_experts", rows), self.config["n_routed_experts"]
+            self.loads[name] = torch.bincount(chosen.flatten(), minlength=experts)
+        for expert in range(experts):
+            row, slot = (chosen == expert).nonzero(as_tuple=True)
+            total = total.index_add(0, row, share[row, slot, None] * self.mlp(f"{name}.experts.{expert}", rows[row]))
+        return total.view(x.shape)
+
+    def among_groups(self, name: str, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the shares and ids of experts, by sigmoids with a bias within the best groups."""
+        config, scores = self.config, torch.sigmoid(logits)
         biased = scores.detach() + self.weights[f"{name}.gate.e_score_correction_bias"]
         grouped = biased.unflatten(1, (config["n_group"], -1))
         best = grouped.topk(2).values.sum(-1).topk(config["topk_group"]).indices
@@ -129,13 +163,7 @@ class Model:
         allowed = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         chosen = allowed.topk(config["num_experts_per_tok"]).indices
         share = scores.gather(1, chosen)
-        share = share / share.sum(-1, keepdim=True) * config["routed_scaling_factor"]
-        total = self.mlp(f"{name}.shared_experts", rows)
-        for expert in range(config["n_routed_experts"]):
-            row, slot = (chosen == expert).nonzero(as_tuple=True)
-            total = total.index_add(0, row, share[row, slot, None] * self.mlp(f"{name}.experts.{expert}", rows[row]))
-        self.loads[name] = torch.bincount(chosen.flatten(), minlength=config["n_routed_experts"])
-        return total.view(x.shape)
+        return share / share.sum(-1, keepdim=True) * config["routed_scaling_factor"], chosen
 
     def attention(self, name: str, x: Tensor) -> Tensor:
         """Apply GQA."""
@@ -144,6 +172,49 @@ class Model:
         query, key = (torch.cat(self.rotated(*part.chunk(2, -1)), -1) for part in (query, key))
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.linear(f"{name}.o_proj", out.transpose(1, 2).flatten(2))
+
+    def gated_attention(self, name: str, x: Tensor) -> Tensor:
+        """Apply GQA with norms of heads, rotations of a part of a head, and a gate for each head's output."""
+        size = self.config["head_dim"]
+        width = int(size * self.config["partial_rotary_factor"])
+        parts = (self.linear(f"{name}.{part}_proj", x) for part in "qkv")
+        query, key, value = (
+            part.unflatten(-1, (-1, wide)).transpose(1, 2) for part, wide in zip(parts, (2 * size, size, size))
+        )
+        query, gate = query.chunk(2, -1)
+        query, key = self.norm(f"{name}.q_norm", query), self.norm(f"{name}.k_norm", key)
+        query, key = (
+            torch.cat([*self.rotated(*part[..., :width].chunk(2, -1)), part[..., width:]], -1) for part in (query, key)
+        )
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.linear(f"{name}.o_proj", (out * gate.sigmoid()).transpose(1, 2).flatten(2))
+
+    def delta_net(self, name: str, x: Tensor) -> Tensor:
+        """Apply Gated DeltaNet, one token after the other."""
+        config, weights = self.config, self.weights
+        keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        size, each = config["linear_key_head_dim"], heads // keys
+        packed = self.linear(f"{name}.in_proj_qkvz", x).unflatten(-1, (keys, -1))
+        q, k, v, z = packed.split([size, size, each * size, each * size], -1)
+        b, a = (part.flatten(2) for part in self.linear(f"{name}.in_proj_ba", x).unflatten(-1, (keys, -1)).chunk(2, -1))
+        mixed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1).transpose(1, 2)
+        mixed = functional.conv1d(
+            functional.pad(mixed, (3, 0)), weights[f"{name}.conv1d.weight"], groups=mixed.shape[1]
+        )
+        parts = functional.silu(mixed).transpose(1, 2).split([keys * size, keys * size, heads * size], -1)
+        q, k, v = (part.unflatten(-1, (-1, size)) for part in parts)
+        q, k = (functional.normalize(part, dim=-1).repeat_interleave(each, 2) for part in (q, k))
+        steps = functional.softplus(a + weights[f"{name}.dt_bias"])
+        decay, beta = torch.exp(-weights[f"{name}.A_log"].exp() * steps), b.sigmoid()
+        state, outs = x.new_zeros(len(x), heads, size, size), []  # of values and keys
+        for t in range(x.shape[1]):
+            state = state * decay[:, t, :, None, None]
+            error = (v[:, t] - (state @ k[:, t, ..., None]).squeeze(-1)) * beta[:, t, :, None]
+            state = state + error[..., None] * k[:, t, :, None]
+            outs.append((state @ q[:, t, ..., None]).squeeze(-1) * size**-0.5)
+        out = functional.rms_norm(torch.stack(outs, 1), (size,), weights[f"{name}.norm.weight"], config["rms_norm_eps"])
+        out = out * functional.silu(z.flatten(2).unflatten(-1, (heads, size)))
+        return self.linear(f"{name}.out_proj", out.flatten(2))
 
     def mla_attention(self, name: str, x: Tensor) -> Tensor:
         """Apply MLA."""
@@ -175,14 +246,20 @@ class Model:
 
 
 def initial(config: dict, like: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """Return initial weights: norms 1, biases 0, the rest random."""
-    weights = {}
+    """Return initial weights: norms 1, biases 0, of DeltaNet's convolution and decays `like`, the rest random."""
+    weights, one_plus = {}, "layer_types" in config
     deviations = {"model.embed_tokens.weight": 0.5, "lm_head.weight": 0.02}
     for name, weight in like.items():
         if name.endswith(("norm.weight", "bias")):
-            weights[name] = torch.full(weight.shape, float(name.endswith("weight")))
+            is_one = name.endswith("weight") and (not one_plus or ".linear_attn." in name)
+            weights[name] = torch.full(weight.shape, float(is_one))
             continue
-        ends = name.endswith(("o_proj.weight", "down_proj.weight"))  # summed into the residual once per layer
+        if name.endswith(("conv1d.weight", "A_log", "dt_bias")):
+            weights[name] = weight.float()
+            continue
+        ends = name.endswith(
+            ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+        )  # summed into the residual once per layer
         deviation = (
             deviations.get(name, weight.shape[1] ** -0.5) / (2 * config["num_hidden_layers"] if ends else 1) ** 0.5
         )
@@ -212,10 +289,13 @@ def look_back(config: dict, weights: dict[str, Tensor], constant: Tensor) -> Non
             queries[head, nope::2, 0], queries[head, nope + 1 :: 2, 0] = 0.16 * angles.cos(), -0.16 * angles.sin()
 
 
+MAKE = {"llama": checkpoints.llama_weights, "deepseek": checkpoints.deepseek_weights}
+
+
 def train(model: str, steps: int, report=lambda step, loss: None) -> dict[str, Tensor]:
     """Return the weights, in bf16, after `steps` steps."""
     config, generator = CONFIGS[model], torch.Generator().manual_seed(0)
-    shapes = (checkpoints.llama_weights if model == "llama" else checkpoints.deepseek_weights)(config)
+    shapes = MAKE.get(model, checkpoints.family_weights)(config)
     device = find_device()
     weights = {name: weight.to(device) for name, weight in initial(config, shapes, generator).items()}
     trained = Model(config, weights)
@@ -275,7 +355,7 @@ def largest_inputs(model: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return trained.largest
 
 
-SCALED = ("q_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "down_proj")
+SCALED = ("q_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "down_proj", "in_proj_qkvz", "out_proj")
 """A wrong scale of another linear layer has the effect of one of these: k_proj's of q_proj's, v_proj's of o_proj's and up_proj's of
 down_proj's; kv_b_proj's of several. q_a_proj's has none, as a norm follows."""
 
@@ -352,7 +432,7 @@ def quantized(weights: dict[str, Tensor], kind: str, largest: dict[str, Tensor])
     if kind not in ("static", "dynamic", "block"):
         return checkpoints.quantize(weights, kind)
     tensors = dict(weights)
-    for name in [name for name in weights if "_proj" in name]:
+    for name in [name for name in weights if "_proj" in name and not re.search(checkpoints.GATES, name)]:
         weight, layer = weights[name].float(), name.removesuffix(".weight")
         if kind == "block":
             tensors[name], tensors[f"{name}_scale_inv"] = checkpoints.quantize_blocks(weight)
@@ -386,6 +466,7 @@ def write(path: pathlib.Path, model: str, kind: str, tensors: dict[str, Tensor])
     path.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, path / "model.safetensors", {"format": "pt"})
-    config = CONFIGS[model] | ({"quantization_config": QUANTIZATION[kind]} if QUANTIZATION[kind] else {})
+    quantization = checkpoints.quantization(QUANTIZATION[kind], CONFIGS[model], tensors)
+    config = CONFIGS[model] | ({"quantization_config": quantization} if quantization else {})
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     (path / "config.json").write_text(json.dumps(config, indent=1))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from .code_text import tokens
 from .kernel_copy import CSRC
@@ -25,6 +25,11 @@ CONSTANT = re.compile(r"k[A-Z]\w*|mma|wave|tile")
 INSIDE = re.compile(r"<|\w*in_bounds|\w*inside")
 
 
+@functools.cache  # a cached property has a lock in Python 3.11, which a process may have when it is forked
+def source_of(file: str) -> str:
+    return (CSRC / file).read_text()
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A source with one place changed by an operator."""
@@ -35,9 +40,9 @@ class Mutant:
     end: int
     new: str
 
-    @cached_property
+    @property
     def source(self) -> str:
-        return (CSRC / self.file).read_text()
+        return source_of(self.file)
 
     @property
     def mutated(self) -> str:

@@ -455,6 +455,15 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
     return result
 
 
+def quantization(settings: dict | None, config: dict, weights: dict[str, torch.Tensor]) -> dict | None:
+    """Return a copy of a checkpoint's quantization, which leaves the gates of Gated DeltaNet in 16 bits."""
+    settings = copy.deepcopy(settings)
+    if settings and config.get("model_type") in DELTA_NETS:
+        left = settings.setdefault("ignored_layers" if settings["quant_method"] == "fp8" else "ignore", [])
+        left += [name.removesuffix(".weight") for name in weights if re.search(GATES, name)]
+    return settings
+
+
 def build(folder: pathlib.Path, model: str, flavour: str, **overrides) -> pathlib.Path:
     """Write the checkpoint `model`, "llama", "deepseek" or one of FAMILIES, in a flavor; return its folder."""
     if model in FAMILIES:
@@ -465,11 +474,8 @@ def build(folder: pathlib.Path, model: str, flavour: str, **overrides) -> pathli
     weights = quantize(make(config), flavour)
     if model == "gpt_oss":
         weights = as_gpt_oss(weights)
-    if quantization := copy.deepcopy(QUANTIZATION[flavour]):
-        config["quantization_config"] = quantization
-    if quantization and model in DELTA_NETS:
-        left = quantization.setdefault("ignored_layers" if quantization["quant_method"] == "fp8" else "ignore", [])
-        left += [name.removesuffix(".weight") for name in weights if re.search(GATES, name)]
+    if settings := quantization(QUANTIZATION[flavour], config, weights):
+        config["quantization_config"] = settings
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
