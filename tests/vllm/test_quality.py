@@ -12,13 +12,14 @@ import pytest
 import quality
 import torch
 import trained
+from transformers import AutoModelForCausalLM
 
 MODELS = list(trained.KINDS)
 TOKENS = 1024
 
 
 def random_weights(model: str) -> dict[str, torch.Tensor]:
-    return (checkpoints.llama_weights if model == "llama" else checkpoints.deepseek_weights)(trained.CONFIGS[model])
+    return trained.MAKE.get(model, checkpoints.family_weights)(trained.CONFIGS[model])
 
 
 def written(folder: pathlib.Path, model: str, kind: str, weights: dict[str, torch.Tensor]) -> plain.Model:
@@ -30,12 +31,17 @@ def written(folder: pathlib.Path, model: str, kind: str, weights: dict[str, torc
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_trained_model_is_that_of_the_checkpoint(tmp_path, model):
-    """In fp32 the plain computation finds the same logits."""
+    """In fp32 the plain computation finds the same logits, or Transformers."""
     weights, tokens = random_weights(model), trained.windows(trained.WINDOW)[0, :64]
     exact = written(tmp_path, model, "bf16", weights)
     exact.dtype, exact.weights = torch.float32, {name: weight.float() for name, weight in exact.weights.items()}
     found = trained.Model(trained.CONFIGS[model], exact.weights).logits(tokens[None])[0]
-    torch.testing.assert_close(found, exact.logits(tokens.tolist(), len(tokens)), atol=1e-3, rtol=0)
+    if model == "qwen3-next":
+        transformers = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.float32)
+        wanted = transformers(tokens[None]).logits[0].detach()
+    else:
+        wanted = exact.logits(tokens.tolist(), len(tokens))
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in trained.KINDS["llama"] if kind not in ("bf16", "dynamic")])
@@ -47,7 +53,7 @@ def test_a_quantized_checkpoint_stands_for_the_same_weights(tmp_path, kind):
     assert (found - exact).norm() < 0.15 * exact.norm()
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [model for model in MODELS if "static" in trained.KINDS[model]])
 def test_dynamic_per_tensor_checkpoints_have_no_input_scales(model):
     weights = random_weights(model)
     static = trained.quantized(weights, "static", trained.largest_inputs(model, weights))
@@ -133,7 +139,7 @@ def test_another_perplexity_is_noticed(scaled):
 def test_a_scale_error_that_the_tokens_do_not_tell_is_none(scaled):
     """Its standard error is equally large."""
     *_, effects, exact, _ = scaled
-    noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1))
+    noise = 4 * torch.randn(exact.shape, generator=torch.Generator().manual_seed(1))
     found = quality.compare(answers(exact + noise), answers(exact), effects, "block")
     assert max(map(abs, found["scale_errors"].values())) > quality.MAX_SCALE_ERROR
     assert not [why for why in found["wrong"] if "scale of" in why]
