@@ -144,7 +144,8 @@ def scale_errors(difference: Tensor, effects: dict[str, Tensor]) -> dict[str, tu
     for layer, effect in effects.items():
         effect = effect.double()
         error = (difference * effect).sum() / effect.square().sum()
-        rest = difference - error * effect
+        # A token with much of the effect draws the fit to itself, and its rest is too small by that share (HC3).
+        rest = (difference - error * effect) / (1 - effect.square() / effect.square().sum()).clamp(min=1e-9)
         errors[layer] = error.item(), ((rest * effect).norm() / effect.square().sum()).item()
     return errors
 
