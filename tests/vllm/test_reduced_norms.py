@@ -471,7 +471,7 @@ def test_two_ranks_in_the_engine(engines, expected):
 @full  # by default test_two_ranks_in_the_engine has the plain model's tokens
 @pytest.mark.slow
 def test_two_ranks_without_fused_all_reduces(engines):
-    """Tokens are equal to those of a run that has twice the launches in steps of few tokens."""
+    """A run that has twice the launches in steps of few tokens generates the same."""
     found = engine_of_two(engines, "5", "cache-reduced")
     plain = engine_of_two(engines, "5", VLLM_ROCM_OPS_SEAMS="-all_reduce")
     assert found["tokens"] == plain["tokens"] and one_launches(plain["stats"]) == {}
