@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from marks import few_of
 
 DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e4m3fnuz),
@@ -27,6 +28,17 @@ def cases(the_op, fp8: torch.dtype) -> dict[str, tuple]:
         made = the_op.Arguments(*case.make("meta", torch.Generator().manual_seed(1), fp8))  # with all defaults
         found[case.name] = tuple(v.to("meta") if isinstance(v, torch.Tensor) else v for v in made)
     return found
+
+
+def few_cases(the_op, fp8: torch.dtype) -> list[tuple]:
+    """Return by default the arguments of few cases, which have each kind of each argument."""
+
+    def kind(value):
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.dim(), value.is_contiguous(), 1 in value.shape
+        return type(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+    return few_of(cases(the_op, fp8).values(), lambda case: frozenset(enumerate(map(kind, case))))
 
 
 def laid(tensor: torch.Tensor, strides, shape=None, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import Counter
 
+import pace
 import pytest
 
 os.environ["VLLM_ROCM_OPS_TABLES"] = os.devnull
@@ -45,7 +46,10 @@ def stood_in(name: str) -> bool:
 
 sys.meta_path.insert(0, OneLibrary())
 
-ASKING = ("test_model_layers", "test_repo", "test_cli", "test_meta_model", "test_predict", "test_measurements")
+ASKING = (
+    *("test_model_layers", "test_repo", "test_cli", "test_meta_model", "test_predict", "test_measurements"),
+    "test_tune",
+)
 """Files that ask vLLM for models' launches. One worker runs them, as each starts processes for the answers, in 10 s."""
 
 LONGEST = (
@@ -55,8 +59,14 @@ LONGEST = (
 """The slowest files that start no engine, from a minute down to half of one."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of pace.py."""
+    parser.addoption("--spare-seconds", type=float, help="judge files by tests/pace.py, with these seconds to spare")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """End a run whose workers hang outside of tests. --session-timeout acts at the end of a test only."""
+    """Judge the pace, and end a run whose workers hang outside of tests: --session-timeout acts at the end of a test only."""
+    pace.register(config)
     seconds = config.getoption("session_timeout", None)
     if seconds and not hasattr(config, "workerinput"):
         stderr = os.dup(2)

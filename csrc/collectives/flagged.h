@@ -5,6 +5,7 @@
 //               are up it sums its own slice over the ranks, stores the sum as T into every inbox and raises another
 //               flag. Behind these flags it has all slices of its part.
 //   one stage:  it stores its whole part into every inbox. Two ranks send as much as in two stages, in one trip.
+// Kernels of two ranks have one stage, of four either, of eight two: each way doubles what is compiled.
 // Slices are of columns, so any number of rows suits any number of ranks.
 //
 // A flag holds its epoch, and no device sees it before the payload of its block (device/flags.h); stores of a payload
@@ -31,7 +32,7 @@ constexpr u32 kFlagBytes = kStages * kMaxRanks * kFlagBlocks * 4;
 struct FlaggedRows : RowsOfRanks {
   u32 rows;
   u32 row_blocks;     // blocks [row_blocks, parts], of which each has every row_blocks-th row
-  u32 stages;         // 1 or 2
+  u32 stages;         // 1 or 2; read by kernels of four ranks
   u32 slot;           // vectors of a block's row that one rank sends to another in the first stage, at most
   u32 first, buffer;  // bytes before the first buffer in an inbox, and bytes of a buffer
   Divisor by_ranks;
@@ -85,6 +86,9 @@ struct FlaggedBlock {
     slice = (count + group.ranks - 1) / rows.by_ranks;
   }
 
+  // Constant but for kernels of four ranks.
+  DEVICE bool is_one_stage() const { return kRanks == 2 || (kRanks == 4 && rows.stages == 1); }
+
   DEVICE u32 flag_at(u32 stage, u32 sender) const {
     const u32 block = wave::block_id_x() * rows.parts + part;
     return buffer + kExchangeBytes + ((stage * kMaxRanks + sender) * kFlagBlocks + block) * 4;
@@ -128,7 +132,7 @@ struct FlaggedBlock {
 #pragma unroll
       for (u32 peer = 0; peer < kRanks; ++peer) {
         if (peer >= group.ranks || peer == group.rank) continue;
-        const bool all = rows.stages == 1;
+        const bool all = is_one_stage();
         const u32 first = all ? 0 : peer * slice, end = all ? count : Protocol::slice_end(first, slice, count);
 #pragma unroll
         for (u32 i = 0; i < kChunks; ++i) {
@@ -220,7 +224,7 @@ struct FlaggedBlock {
   DEVICE void exchange() const {
     send();
     raise(0);
-    if (rows.stages == 1) return;
+    if (is_one_stage()) return;
     await_flags(0);
     sum_and_send();
     raise(1);
@@ -228,9 +232,9 @@ struct FlaggedBlock {
 
   // The summed chunks of this thread in a row.
   DEVICE void load(u32 row, u32x4 (&sums)[kChunks]) {
-    if (!is_complete) await_flags(rows.stages - 1);
+    if (!is_complete) await_flags(is_one_stage() ? 0 : 1);
     is_complete = true;
-    if (rows.stages == 1) {
+    if (is_one_stage()) {
 #pragma unroll
       for (u32 first = 0; first < kChunks; first += kAtOnce) {
         u32 index[kAtOnce];

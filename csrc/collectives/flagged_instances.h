@@ -40,6 +40,5 @@
 #define FLAGGED_GROUPS(instance, ...)     \
   FLAGGED_SIZES(instance, __VA_ARGS__, 2) \
   FLAGGED_SIZES(instance, __VA_ARGS__, 4) FLAGGED_SIZES(instance, __VA_ARGS__, 8)
-#define FLAGGED_NORMS(name, Output, is_16_bit)                                     \
-  FLAGGED_GROUPS(FLAGGED_NORM_INSTANCE, name, bf16, Bf16, Output<Bf16>, is_16_bit) \
-  FLAGGED_GROUPS(FLAGGED_NORM_INSTANCE, name, fp16, F16, Output<F16>, is_16_bit)
+#define FLAGGED_NORMS(name, Output, is_16_bit) \
+  FLAGGED_GROUPS(FLAGGED_NORM_INSTANCE, name, bf16, Bf16, Output<Bf16>, is_16_bit)

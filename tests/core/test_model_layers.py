@@ -189,7 +189,7 @@ def test_launches_around_attention_in_one():
     assert a.query.stride(0) == 18 * 128 and a.cos_sin_cache.shape[1] == 128
     glm = made(GLM, 4)
     assert list(glm) == [rotated] and glm[rotated][2].cos_sin_cache.shape[1] == 64, "half of a head is rotated"
-    assert list(made(GLM, 4, use_qk_norm=True)) == [normed]
+    assert list(made(GLM, 4, use_qk_norm=True, num_hidden_layers=4)) == [normed]
     assert list(made("tiny-llama", 1)) == [rotated] and made("deepseek-v3", 8) == {}
 
 

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 
+import pace
 import pytest
 from marks import full
 from sources import ROOT
@@ -28,7 +30,7 @@ def run(folder, files: dict[str, str], *options: str) -> tuple[int, str]:
         (folder / name).write_text(text)
     given = (ROOT / "tests/run.sh").read_text().replace("\\\n", " ")
     [given] = re.findall(r'-m pytest (.*) "\$@"', given)
-    given = re.sub(r"\$\(\(.*?\)\)", "2", given).replace('"$limit"', "60").split()
+    given = re.sub(r"\$\(\(.*?\)\)", "2", given).replace('"$limit"', "60").replace('"$spare"', "20").split()
     command = [sys.executable, "-m", "pytest", *given, "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", *options]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests"), str(ROOT)])}
     for name in [name for name in environment if name.startswith("PYTEST_")]:
@@ -78,6 +80,32 @@ def test_a_process_gets_one_build_of_vllms_library(tmp_path):
     assert re.search(r"RuntimeError: .*test_two \(call\) imports vllm._C_AVX2 beside vllm._C\n", output), output
     assert len(re.findall("^E .*RuntimeError: import ROCm's platform by simulated", output, re.MULTILINE)) == 2
     assert "3 failed, 1 passed" in output, output
+
+
+def test_recorded_seconds_fit_the_budget():
+    """A file that takes longer for a reason takes it from others: tests/pace.py."""
+    seconds = pace.recorded()
+    assert [file for file in seconds if not (ROOT / file).is_file()] == []
+    assert 300 < sum(seconds.values()) <= pace.BUDGET
+
+
+def test_a_file_that_takes_longer_than_recorded_fails_the_run(tmp_path):
+    """Its processes count. A run of few files takes no longer than all."""
+    known = Counter({"a.py": 10, "b.py": 100})
+    assert pace.faults({"a.py": 34, "b.py": 200, "c.py": 5}, known, 5) == [
+        "all files: 239 s of processor time, recorded are 110 s"
+    ]
+    assert pace.faults({"a.py": 36, "c.py": 6}, known, 5) == [
+        "a.py: 36 s of processor time, recorded are 10 s",
+        "c.py: 6 s of processor time, recorded are 0 s",
+    ]
+    assert pace.faults({"a.py": 34, "c.py": 4}, known, 5) == []
+    burns = "import subprocess, sys\ndef test_burns():\n    subprocess.run([sys.executable, '-c', {!r}])\n"
+    code = "import time\nwhile time.process_time() < 3: pass"
+    status, output = run(tmp_path, {"test_burns.py": burns.format(code), "test_fine.py": FINE}, "--spare-seconds", "2")
+    found = re.findall(r"^(\S+): (\d+) s of processor time, recorded are 0 s$", output, re.MULTILINE)
+    assert status == 1 and [name.split("/")[-1] for name, _ in found] == ["test_burns.py"], output
+    assert "2 passed" in output and 3 <= int(found[0][1]) < 20, output
 
 
 def test_state_that_a_test_leaves_behind_is_seen(tmp_path):

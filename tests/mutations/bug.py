@@ -72,8 +72,8 @@ class Cases:
         self.op, self.names, self.on, self.said = op, names, on, said
 
     @property
-    def covers(self) -> str:
-        return self.op.name
+    def way(self) -> str:
+        return "cases"
 
     def require(self, bug: Bug, kernels: KernelCopy) -> str:
         """Return the case and the message of the failure, or fail."""
@@ -109,8 +109,8 @@ class Call:
         self.test, self.arguments, self.on, self.as_executor = test, arguments, on, as_executor
 
     @property
-    def covers(self) -> tuple:
-        return self.test, *map(str, self.arguments)
+    def way(self) -> str:
+        return self.test
 
     def require(self, bug: Bug, kernels: KernelCopy) -> str:
         """Return the message of the failure, or fail."""
@@ -135,7 +135,7 @@ class Code:
         self.module, self.symbol, self.check, self.on = module, symbol, check, on
 
     @property
-    def covers(self) -> str:
+    def way(self) -> str:
         return self.check
 
     def require(self, bug: Bug, kernels: KernelCopy) -> str:

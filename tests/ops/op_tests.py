@@ -11,14 +11,17 @@ show.
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import os
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from kernel_features import runs_of
 from marks import FULL, cover
-from sources import file_of_tests
+from sources import ROOT, file_of_tests
 
 from vllm_rocm_ops.core import archs, launch, op
 from vllm_rocm_ops.core.correctness import check_case
@@ -53,6 +56,23 @@ def executor(request):
 
 @functools.cache
 def chosen() -> dict[tuple[str, str, str], list]:
+    """Return what `choose` does. One of a run's workers computes it."""
+    run, path = os.environ.get("PYTEST_XDIST_TESTRUNUID"), ROOT / "build/chosen.pickle"
+    if not run:
+        return choose()
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        of_run, found = pickle.load(file) if path.stat().st_size else (None, {})
+        if of_run != run:
+            found = choose()
+            file.truncate(0)
+            pickle.dump((run, found), file)
+    return found
+
+
+def choose() -> dict[tuple[str, str, str], list]:
     """Return the configurations that run by default, by chip, op and case.
 
     They cover each feature of kernel_features.py once, on one of the chips.

@@ -205,7 +205,7 @@ def calls_of(the_op: op.Op, arch) -> Calls:
     return found
 
 
-@pytest.mark.parametrize("arch_name", marks.AMD)
+@pytest.mark.parametrize("arch_name", ["gfx950", pytest.param("gfx942", marks=marks.full)])
 @pytest.mark.parametrize("the_op", [*op.registered()], ids=lambda o: o.name)
 def test_bounds_of_strides(the_op, arch_name):
     """Just below each, the kernels run; just above it, others do, or none: a bound that moves is an error."""

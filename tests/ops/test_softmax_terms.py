@@ -14,7 +14,7 @@ import formulas
 import fuzz
 import pytest
 import torch
-from marks import AMD
+from marks import CHIPS
 from torch import Tensor
 
 from vllm_rocm_ops import ops
@@ -178,7 +178,7 @@ def require_any_largest(name: str, arch) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("arch", AMD)
+@pytest.mark.parametrize("arch", CHIPS)
 def test_each_term_may_be_the_largest_by_far(arch, name):
     emulator = Emulator(arch)
     with launch.executor(emulator):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from marks import FULL
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs, launch, op
@@ -32,7 +33,7 @@ NEVER: dict[op.Op, set[str]] = {
     ops.silu_and_mul_with_expert_gate_per_token_quant: {"torch.float8_e4m3fn"},
     ops.gated_delta_net_decode: {"torch.float8_e4m3fn"},  # divided by the root of a mean
 }
-"""Types of results that are never exact, so that none is a tie."""
+"""Types of results that are never exact, so that none is a tie: with --full all calls show it."""
 
 
 def filled(name: str, x, fill: str, generator: torch.Generator):
@@ -137,10 +138,10 @@ def calls(the_op: op.Op, arch) -> Iterator[tuple[set[torch.dtype], tuple]]:
 
 @pytest.mark.parametrize("the_op", [*op.registered()], ids=lambda o: o.name)
 def test_every_op_rounds_ties_to_even(the_op):
-    wanted, found = set(), set()
+    wanted, found, never = set(), set(), NEVER.get(the_op, set())
     for types, given in calls(the_op, archs.ARCHS["gfx950"]):
         wanted |= types
-        if not types <= found:
+        if not {dtype for dtype in types if FULL or str(dtype) not in never} <= found:
             found |= check_ties(the_op, given)
     left = {str(dtype) for dtype in wanted - found}
-    assert left == NEVER.get(the_op, set()), f"{the_op.name}: no case has a result of {left} halfway between two"
+    assert left == never, f"{the_op.name}: no case has a result of {left} halfway between two"

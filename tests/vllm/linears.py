@@ -12,6 +12,7 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 
 FEW, MANY = 5, 65  # tokens
+CHOOSE = linear_base.vllm_kernel_for
 TABLES = {
     name: importlib.import_module(seam.module_of(name)).TABLE
     for name in seam.in_folder("linear")
@@ -53,6 +54,13 @@ def close(output: torch.Tensor, x: torch.Tensor, exact: torch.Tensor, most: floa
     assert error.mean() < most * wanted.abs().mean(), error.mean()
 
 
+def require_choice(kernel, table: dict, monkeypatch) -> None:
+    """Raise unless the kernel's baseline is the first of vLLM's own kernels in its table that supports the layer."""
+    monkeypatch.setitem(table, linear.current_platform._enum, [type(kernel), type(kernel.baseline)])
+    monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
+    assert CHOOSE(type(kernel), kernel.config) is type(kernel.baseline)
+
+
 def require_products(layer, kernel, exact: torch.Tensor, op: str, close: Callable[..., None]) -> None:
     """Raise unless a kernel, without one of vLLM's, runs this op for any tokens and dimensions, also with a bias."""
     n, k = exact.shape
@@ -65,8 +73,13 @@ def require_products(layer, kernel, exact: torch.Tensor, op: str, close: Callabl
     assert vllm_rocm_ops.stats()[op] == {"fallback: PyTorch reference on this device": 3}
 
 
-def require_sizes_won(layer, kernel, exact: torch.Tensor, op, fault: str | None, monkeypatch) -> None:
-    """Raise unless timing selects an op's kernels where they are faster, or none if they have a wrong scale or no bias, as `fault` says."""
+def require_sizes_won(
+    layer, kernel, exact: torch.Tensor, op, fault: str | None, monkeypatch, has_bias: bool = True
+) -> None:
+    """Raise unless timing selects an op's kernels where they are faster, or none if they have a wrong scale or no bias, as `fault` says.
+
+    The baseline keeps the number of tokens of each call.
+    """
     n, k = exact.shape
 
     def plugin(*arguments):
@@ -75,10 +88,11 @@ def require_sizes_won(layer, kernel, exact: torch.Tensor, op, fault: str | None,
         return op.reference(*a._replace(**planted))
 
     monkeypatch.setattr(op, "run_kernels", plugin)
-    bias = random(n).bfloat16()
+    bias = random(n).bfloat16() if has_bias else None
     kernel.apply_weights(layer, random(MANY, k).bfloat16(), bias)
     [choice] = time_choices()
     assert choice.state == ("off" if fault else "measured"), choice.why
+    assert not fault or "relative error" in choice.why
     kernel.baseline.calls.clear()
     for tokens in (1, 17, 18, MANY):
         kernel.apply_weights(layer, random(tokens, k).bfloat16(), bias)

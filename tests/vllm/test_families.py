@@ -90,7 +90,7 @@ def configuration(family: tuple[str, str]) -> dict:
     return {**checkpoints.LLAMA, **checkpoints.FAMILIES[family[0]], "model_type": family[0]}
 
 
-MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
+MODES = pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=full)])
 
 
 @MODES

@@ -6,7 +6,7 @@ import linears
 import pytest
 import torch
 from fakes import Fake, decide, parameter
-from linears import FEW, MANY, hold, random, require_products, require_sizes_won
+from linears import FEW, MANY, hold, random, require_choice, require_products, require_sizes_won
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.mixed_precision.triton_w4a16 import TritonW4A16LinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16 import (
@@ -25,7 +25,6 @@ from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 N, K = 48, 256
-CHOOSE = linear_base.vllm_kernel_for
 NAMES = "weight_packed", "weight_scale", "weight_zero_point"
 GROUPS = {"32": 32, "128": 128, "channel": -1}
 
@@ -174,12 +173,7 @@ def test_layers_of_another_kernel_are_vllms(monkeypatch):
 
 
 def test_vllm_chooses_the_baseline(make, monkeypatch):
-    """It is the first of vLLM's own kernels that supports the layer."""
-    _, kernel, _ = make("128", Baseline)
-    table, platform = linear._POSSIBLE_KERNELS, linear.current_platform._enum
-    monkeypatch.setitem(table, platform, [type(kernel), type(kernel.baseline)])
-    monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
-    assert CHOOSE(type(kernel), kernel.config) is type(kernel.baseline)
+    require_choice(make("128", Baseline)[1], linear._POSSIBLE_KERNELS, monkeypatch)
 
 
 def test_a_scheme_of_vllms_makes_the_kernel(monkeypatch):

@@ -6,7 +6,7 @@ import linears
 import pytest
 import torch
 from fakes import decide, parameter
-from linears import FEW, MANY, hold, random, require_products, require_sizes_won
+from linears import FEW, MANY, hold, random, require_choice, require_products, require_sizes_won
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
 
@@ -14,13 +14,11 @@ import vllm_rocm_ops
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import int8_linear
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 N, K = 48, 160
-CHOOSE = linear_base.vllm_kernel_for
 
 pytestmark = pytest.mark.usefixtures("configuration")
 
@@ -133,12 +131,7 @@ def test_activations_with_a_zero_point_are_vllms():
 
 
 def test_vllm_chooses_the_baseline(make, monkeypatch):
-    """It is the first of vLLM's own kernels that supports the layer."""
-    _, kernel, _ = make("channels", Baseline)
-    table, platform = linear._POSSIBLE_INT8_KERNELS, linear.current_platform._enum
-    monkeypatch.setitem(table, platform, [type(kernel), type(kernel.baseline)])
-    monkeypatch.setattr(seam, "served_platform", lambda: "rocm")
-    assert CHOOSE(type(kernel), kernel.config) is type(kernel.baseline)
+    require_choice(make("channels", Baseline)[1], linear._POSSIBLE_INT8_KERNELS, monkeypatch)
 
 
 def test_fake_results_are_like_real_ones(make):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import Fake, by_reference, decide, parameter, plugin_wins_up_to, time_choices
 from formats import CHANNEL, LINEARS, TENSOR
-from linears import FEW, MANY, TABLES, ask_for_aiter, close, hold, random, require_products
+from linears import CHOOSE, FEW, MANY, TABLES, ask_for_aiter, close, hold, random, require_products, require_sizes_won
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import _aiter_ops
 from vllm.config import get_current_vllm_config
@@ -38,7 +38,6 @@ from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing
 
 N, K = 256, 256
 FP8 = torch.float8_e4m3fn
-CHOOSE = linear_base.vllm_kernel_for
 
 
 pytestmark = pytest.mark.usefixtures("configuration")
@@ -797,12 +796,12 @@ class Right(Baseline):
     """A kernel with the results of the plugin's references."""
 
     def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
-        self.calls.append({})
+        self.calls.append(len(A))
         weight = B if B.shape[0] == A.shape[1] else B.t()
         return ops.scaled_mm.reference(A, weight, As, Bs, out_dtype, bias)
 
     def apply_block_scaled_mm(self, *, A, B, As, Bs):
-        self.calls.append({})
+        self.calls.append(len(A))
         return ops.block_scaled_mm.reference(A, B, As, Bs, self.config.out_dtype)
 
 
@@ -821,35 +820,21 @@ class RightInFragments(Right):
         *(
             (kind, Right, fault)
             for kind in ("static", "dynamic", "channel-static", "fbgemm")
-            for fault in (None, "scale")
+            for fault in (None, "scale_b")
         ),
-        *(("channel", baseline, fault) for baseline in (Right, RightInFragments) for fault in (None, "scale", "bias")),
-        *(("block", Right, fault) for fault in (None, "scale")),
+        *(
+            ("channel", baseline, fault)
+            for baseline in (Right, RightInFragments)
+            for fault in (None, "scale_b", "bias")
+        ),
+        *(("block", Right, fault) for fault in (None, "scale_b")),
     ],
 )
 def test_kernels_serve_the_sizes_they_won(make, kind, baseline, fault, monkeypatch):
     """A right kernel passes the check, and serves where it is faster; with another scale or no bias it fails."""
     kernel_selection.begin_recording()
-    layer, kernel, _ = make(kind, baseline, k=K if kind != "block" else K + 64)
-    op = getattr(ops, OPS[kind])
-    names = {"scale": "scale_b", "bias": "bias"}
-
-    def plugin(*arguments):
-        a = op.Arguments(*arguments)
-        if fault:
-            a = a._replace(**{names[fault]: None if fault == "bias" else 1.02 * a.scale_b})
-        return op.reference(*a)
-
-    monkeypatch.setattr(op, "run_kernels", plugin)
-    bias = None if kind == "block" else random(N).bfloat16()
-    kernel.apply_weights(layer, random(MANY, layer.weight.numel() // N).bfloat16(), bias)
-    [choice] = time_choices()
-    assert choice.state == ("off" if fault else "measured"), choice.why
-    assert not fault or "relative error" in choice.why
-    kernel.baseline.calls.clear()
-    for tokens in (1, 17, 18, MANY):
-        kernel.apply_weights(layer, random(tokens, layer.weight.numel() // N).bfloat16(), bias)
-    assert len(kernel.baseline.calls) == (4 if fault else 2)
+    layer, kernel, exact = make(kind, baseline, k=K if kind != "block" else K + 64)
+    require_sizes_won(layer, kernel, exact, getattr(ops, OPS[kind]), fault, monkeypatch, has_bias=kind != "block")
 
 
 @pytest.mark.parametrize("fault", [None, "scale_b", "scale", "halves"])
@@ -907,22 +892,15 @@ def test_mx_layers_are_measured(make, monkeypatch):
     """Scales may be shared by 32 rows, as vLLM's kernel leaves them, or not."""
     kernel_selection.begin_recording()
     layer, kernel, exact = make("mxfp8", Baseline)
-    by_reference(monkeypatch, ops.mxfp8_scaled_mm)
 
     def baseline(self, layer, x, bias=None):
-        self.calls.append({})
         is_quantized = isinstance(x, mxfp8_linear.Rows)
+        self.calls.append(len(x.values if is_quantized else x))
         values = x.values.float() * torch.exp2(x.scale.float() - 127).repeat_interleave(32, 1) if is_quantized else x
         return (values.float() @ exact.t()).to(x.dtype)
 
     monkeypatch.setattr(type(kernel.baseline), "apply_weights", baseline)
-    kernel.apply_weights(layer, random(MANY, K).bfloat16())
-    [choice] = time_choices()
-    assert choice.state == "measured", choice.why
-    kernel.baseline.calls.clear()
-    for tokens in (1, 17, 18, MANY):
-        kernel.apply_weights(layer, random(tokens, K).bfloat16())
-    assert len(kernel.baseline.calls) == 2
+    require_sizes_won(layer, kernel, exact, ops.mxfp8_scaled_mm, None, monkeypatch, has_bias=False)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -370,7 +370,7 @@ APART = "from vllm_rocm_ops.vllm.moe import routing_gate; routing_gate.adopt = l
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", ["deepseek", "glm4_moe", *(pytest.param(name, marks=full) for name in ("qwen3_moe", "minimax_m2"))]
+    "model", ["deepseek", *(pytest.param(name, marks=full) for name in ("glm4_moe", "qwen3_moe", "minimax_m2"))]
 )
 def test_in_an_engine(engines, tmp_path, model):
     """Decode steps have the tokens of two launches, also compiled and reloaded; a wrong choice changes them."""

@@ -215,11 +215,14 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
     return Launch(module, name, config.grid(rows), (config.threads // config.parts, 1, 1), args)
 
 
-def symbols(configs: Iterable[Config] = tuple(Config(1, MAX_BLOCK_THREADS, chunks) for chunks in CHUNKS)):
-    """Return the kernels of these configurations by their file in csrc/ops."""
+def symbols(
+    configs: Iterable[Config] = tuple(Config(1, MAX_BLOCK_THREADS, chunks) for chunks in CHUNKS),
+    dtypes: Iterable[torch.dtype] = tuple(rowwise.ELEMENTS),
+) -> dict[str, set[str]]:
+    """Return the kernels of these configurations and dtypes by their file in csrc/ops."""
     by_module: dict[str, set[str]] = {}
     for op in (None, *NORMS.values()):
-        for dtype, most, config in itertools.product(rowwise.ELEMENTS, (2, 4, 8), configs):
+        for dtype, most, config in itertools.product(dtypes, (2, 4, 8), configs):
             module = config.module(SUM if op is None else MODULES[op.name])
             by_module.setdefault(module, set()).add(symbol(op, dtype, most, config))
     return by_module

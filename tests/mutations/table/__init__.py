@@ -1,4 +1,4 @@
-"""All bugs by name: one per file and way of catching, and one for each op of which cases catch any."""
+"""All bugs by name: one per file and way of catching, more where these were over five, and one for each op and test that catch any."""
 
 import importlib
 import pkgutil
