@@ -530,6 +530,45 @@ def test_explain_of_a_shipped_model_fits_a_terminal(model, capsys):
     assert lines[0].split() == ["layer", "calls", "tokens", "kernel"] and max(map(len, lines)) <= 120
 
 
+def test_the_launch_of_gated_delta_net_has_its_projection_for_few_requests(monkeypatch):
+    """In more than 64 requests b and a are projected before it, as the seam does."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+    of, rest = (
+        (model_config.read("qwen3.5-397b-a17b-fp8"), 8, None),
+        "Gated DeltaNet + gated norm + o's input quantization",
+    )
+    calls = [*model_layers.calls(*of), *explain.around(*of, GFX942)]
+    found = {(row[0], row[3]): row[4] for row in explain.table(calls, GFX942, (64, 65), False)}
+    assert found["in_proj_ba", "64"] == f"in in_proj_ba + {rest}" and found["in_proj_ba", "65"] == "vLLM's kernel"
+    few, many = found[f"in_proj_ba + {rest}", "64"], found[rest, "65"]
+    assert "_ba_" in few and "_ba_" not in many, "they are other kernels"
+
+
+def test_the_summary_of_a_model_names_each_layer_once():
+    """Tables of other rows keep a layer with the side that has it in one of them."""
+    rows = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
+    rows += [
+        ("o", "2", "gemm", "1,8", "gemm_bf16", "64,64", "unmeasured"),
+        ("o", "2", "gemm", "64", "vLLM's kernel", "", "unmeasured: vLLM"),
+    ]
+    rows += [
+        ("a + b", "1", "x", "1,8,64", "vLLM's kernel", "", "measured: no"),
+        ("a", "1", "x", "1,8,64", "in a + b", "", ""),
+    ]
+    names = ("embedding", "o", "a", "b", "kv_b (prefill)", "all-reduce")
+    launches = [model_layers.Launch(name) for name in names]
+    said = [line.split("  ") for line in explain.summary(rows, launches, (1, 8, 64), 16)]
+    found = [[cell.strip() for cell in line if cell.strip()] for line in said]
+    assert found[1:] == [
+        ["1,8", explain.PLUGIN, "o"], [explain.VLLM, "embedding, a, b, all-reduce"],
+        ["64", explain.TIMED, "o"], [explain.VLLM, "embedding, a, b, all-reduce"],
+    ]  # fmt: skip
+    assert ["1", explain.TIMED, "all-reduce"] in [
+        [cell.strip() for cell in line.split("  ") if cell.strip()]
+        for line in explain.summary(rows[:1], launches, (1,), 8)
+    ]
+
+
 def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path))
     (tmp_path / "gfx942").mkdir()
