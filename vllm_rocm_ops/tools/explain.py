@@ -163,6 +163,19 @@ def shortened(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 PLUGIN, TIMED, VLLM = SIDES = "plugin, unless timed slower", "plugin, if timed faster", "vLLM"
 
 
+def sides(rows: list[tuple[str, ...]], launches: Sequence[LayerCall | Launch], batch: int, tp: int) -> dict[str, str]:
+    """Return the side in `SIDES` of each layer of a step at a batch size, by the arguments of `summary`."""
+    side = {launch.layer: VLLM for launch in launches if launch.layer != model_layers.PREFILL}
+    if ALL_REDUCE in side and tp <= MAX_RANKS:
+        side[ALL_REDUCE] = TIMED
+    for layers, _, _, tokens, kernel, blocks, why in rows[1:]:
+        if str(batch) in tokens.split(",") and not kernel.startswith("in "):
+            of_row = PLUGIN if blocks else TIMED if "unmeasured" in why else VLLM
+            for layer in side.keys() & layers.split(" + "):
+                side[layer] = min(side[layer], of_row, key=SIDES.index)
+    return side
+
+
 def summary(
     rows: list[tuple[str, ...]], launches: Sequence[LayerCall | Launch], batches: tuple[int, ...], tp: int
 ) -> list[str]:
@@ -176,14 +189,7 @@ def summary(
     """
     said: dict[tuple[str, ...], list[int]] = {}
     for batch in batches:
-        side = {launch.layer: VLLM for launch in launches if launch.layer != model_layers.PREFILL}
-        if ALL_REDUCE in side and tp <= MAX_RANKS:
-            side[ALL_REDUCE] = TIMED
-        for layers, _, _, tokens, kernel, blocks, why in rows[1:]:
-            if str(batch) in tokens.split(",") and not kernel.startswith("in "):
-                of_row = PLUGIN if blocks else TIMED if "unmeasured" in why else VLLM
-                for layer in side.keys() & layers.split(" + "):
-                    side[layer] = min(side[layer], of_row, key=SIDES.index)
+        side = sides(rows, launches, batch, tp)
         by_side = (", ".join(layer for layer in side if side[layer] == each) for each in SIDES)
         said.setdefault((*by_side,), []).append(batch)
     lines = [("tokens", "runs", "layers")]
