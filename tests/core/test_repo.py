@@ -732,6 +732,7 @@ def test_switches_name_what_there_is(page):
 
 def commands_of(text: str) -> list[str]:
     """Return the plugin's commands that a page shows."""
+    text = re.sub(r"python3? -m vllm_rocm_ops (?=[a-z])", "vllm-rocm-ops ", text)
     shown = r"^(?:\$ )?(vllm-rocm-ops [a-z].*?) *(?:#.*)?$|`(vllm-rocm-ops [a-z][^`]*)`"
     return [*map("".join, re.findall(shown, text, re.MULTILINE))]
 
