@@ -532,7 +532,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def test_explain_of_a_shipped_model_needs_torch_alone(tmp_path):
-    """Of a checkout, where nothing is built. It says nothing of NumPy either."""
+    """A checkout suffices, where nothing is built. Torch's warning that NumPy is missing is not repeated."""
     package = tmp_path / "vllm_rocm_ops"
     package.mkdir()
     for path in pathlib.Path(vllm_rocm_ops.__file__).parent.iterdir():
