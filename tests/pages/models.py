@@ -71,12 +71,12 @@ def kind_of(layer: str) -> str:
 
 
 @functools.cache
-def sides(model: str, tp: int, tokens: int = TOKENS) -> dict[str, str]:
-    """Return who runs each layer of a shipped model's step, before start-up timing."""
+def explained(model: str, tp: int) -> tuple[list[tuple[str, ...]], list]:
+    """Return the table of a shipped model's step, before start-up timing, and the step's launches."""
     config, arch = model_config.read(model), archs.named(PRODUCT)
     calls = [*model_layers.calls(config, tp, arch=AMD[0]), *explain.around(config, tp, None, arch)]
-    rows = explain.table(calls, arch, (tokens,), False, model_layers.unserved(config, tp, arch=AMD[0]))
-    return explain.sides(rows, model_layers.launches(config, tp, arch=AMD[0]), tokens, tp)
+    rows = explain.table(calls, arch, (TOKENS,), False, model_layers.unserved(config, tp, arch=AMD[0]))
+    return rows, model_layers.launches(config, tp, arch=AMD[0])
 
 
 def why_vllm(model: str, tp: int, layer: str) -> str:
@@ -87,7 +87,8 @@ def why_vllm(model: str, tp: int, layer: str) -> str:
 
 def kinds_by_side(model: str, tp: int) -> list[str]:
     """Return the kinds of layers that each side runs. A kind is with the side that runs most of it; others name its layers."""
-    of = {layer: side for layer, side in sides(model, tp).items() if kind_of(layer)}
+    sides = explain.sides(*explained(model, tp), TOKENS, tp)
+    of = {layer: side for layer, side in sides.items() if kind_of(layer)}
     counted = {kind: [*layers] for kind, layers in grouped(of, kind_of).items()}
     by_side: dict[str, dict[str, None]] = {side: {} for side in explain.SIDES}
     for kind, layers in counted.items():
@@ -215,9 +216,6 @@ def by_gpu(parts: list[dict[str, str]]) -> str:
 def answer() -> str:
     """Return what `explain` says of the first shipped model at the end, for README."""
     model, tp = next(iter(STEPS.items()))
-    config, arch = model_config.read(model), archs.named(PRODUCT)
-    calls = [*model_layers.calls(config, tp, arch=AMD[0]), *explain.around(config, tp, None, arch)]
-    rows = explain.table(calls, arch, (TOKENS,), False, model_layers.unserved(config, tp, arch=AMD[0]))
-    lines = explain.summary(rows, model_layers.launches(config, tp, arch=AMD[0]), (TOKENS,), tp)
+    lines = explain.summary(*explained(model, tp), (TOKENS,), tp)
     command = f"$ vllm-rocm-ops explain --model {model} --tp {tp} --batch {TOKENS} --arch {PRODUCT}"
     return "\n".join(("```", command, "...", *lines, "```"))
