@@ -524,11 +524,68 @@ def test_explain_takes_a_model(model, arch, capsys):
     )
 
 
+TORCH_ALONE = """
+import sys
+sys.modules |= dict.fromkeys(("vllm", "numpy", "triton", "tinygrad"))
+from vllm_rocm_ops.tools import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_explain_of_a_shipped_model_needs_torch_alone(tmp_path):
+    """A checkout suffices, where nothing is built. Torch's warning that NumPy is missing is not repeated."""
+    package = tmp_path / "vllm_rocm_ops"
+    package.mkdir()
+    for path in pathlib.Path(vllm_rocm_ops.__file__).parent.iterdir():
+        if path.name != "code" and not path.name.startswith("_C"):
+            (package / path.name).symlink_to(path)
+    asked = ["explain", "--model", "qwen3.5-397b-a17b-fp8", "--tp", "8", "--arch", "MI300X", "--batch", "8"]
+    command = [sys.executable, "-W", "default", "-c", TORCH_ALONE, *asked]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env={"PATH": ""})
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert any(line.startswith("8 ") and explain.PLUGIN in line for line in lines) and "layers as vLLM" in lines[-1]
+
+
 @pytest.mark.parametrize("model", model_config.shipped())
 def test_explain_of_a_shipped_model_fits_a_terminal(model, capsys):
     assert cli.main(["explain", "--model", model, "--batch", "1,2,4,8,16,32,64,128", "--arch", "MI300X"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["layer", "calls", "tokens", "kernel"] and max(map(len, lines)) <= 120
+
+
+def test_the_launch_of_gated_delta_net_has_its_projection_for_few_requests(monkeypatch):
+    """In more than 64 requests b and a are projected before it, as the seam does."""
+    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+    of, rest = (
+        (model_config.read("qwen3.5-397b-a17b-fp8"), 8, None),
+        "Gated DeltaNet + gated norm + o's input quantization",
+    )
+    calls = [*model_layers.calls(*of), *explain.around(*of, GFX942)]
+    found = {(row[0], row[3]): row[4] for row in explain.table(calls, GFX942, (64, 65), False)}
+    assert found["in_proj_ba", "64"] == f"in in_proj_ba + {rest}" and found["in_proj_ba", "65"] == "vLLM's kernel"
+    few, many = found[f"in_proj_ba + {rest}", "64"], found[rest, "65"]
+    assert "_ba_" in few and "_ba_" not in many, "they are other kernels"
+
+
+def test_each_layer_of_a_step_has_one_side():
+    """A layer of several rows is the plugin's if one of them is."""
+    rows = [
+        ("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration"),
+        ("o", "2", "gemm", "1,8", "gemm_bf16", "64,64", "unmeasured"),
+        ("o", "2", "gemm", "64", "vLLM's kernel", "", "unmeasured: vLLM"),
+        ("a + b", "1", "x", "1,8,64", "x_bf16", "1,1,1", ""),
+        ("a", "1", "y", "1,8,64", "in a + b", "", ""),
+        ("b", "1", "z", "1,8,64", "vLLM's kernel", "", "measured: slower"),
+    ]
+    launches = [model_layers.Launch(name) for name in ("embedding", "o", "a", "b", "kv_b (prefill)", "all-reduce")]
+    plugin, timed, vllm = explain.SIDES
+    both = {"embedding": vllm, "a": plugin, "b": plugin}
+    assert explain.sides(rows, launches, 8, 16) == {**both, "o": plugin, "all-reduce": vllm}
+    assert explain.sides(rows, launches, 64, 8) == {**both, "o": timed, "all-reduce": timed}
+    said = [line.split() for line in explain.summary(rows, launches, (1, 8, 64), 16)]
+    assert [line[0] for line in said] == ["tokens", "1,8", "vLLM", "64", "plugin,", "vLLM"]
+    assert said[1][1:] == [*plugin.split(), "o,", "a,", "b"] and said[2] == ["vLLM", "embedding,", "all-reduce"]
 
 
 def test_explain_of_a_model_says_which_row_and_which_rule(capsys, monkeypatch, tmp_path):

@@ -5,7 +5,6 @@ import csv
 import functools
 import importlib.util
 import itertools
-import json
 import pathlib
 import re
 
@@ -36,6 +35,8 @@ AMD = tuple(name for name, arch in archs.ARCHS.items() if arch.vendor == "amd")
 ROUTED = "DeepseekV3ForCausalLM"  # with experts, of the models that the engine runs on CPU
 SUITES = {"3.10": "jammy", "3.11": "bookworm", "3.12": "noble", "3.13": "trixie", "3.14": "resolute"}
 """The Pythons of bare_root.sh."""
+ROCM = {"6": "6", "7": "7", "10": "7"}
+"""ROCm releases -> their HIP's major version, which names libamdhip64: ROCm 10's is 7.15."""
 
 ATTENTION = {
     # layer -> the row of selection.csv, and what an engine runs on CPU, which has no FP8 cache
@@ -192,10 +193,22 @@ def around_table() -> str:
         *((f"torch {version}", "tested on H200") for version in on_h200("torch")),
         (f"torch {required('torch')} and later", "selected: the package requires it"),
         ("torch, earlier", "refused by pip"),
-        ("ROCm 6, 7 and 10 (HIP 7.15)", "selected: all load this code object version; none was loaded on an AMD GPU"),
+        (
+            f"ROCm {', '.join(rocm_versions())}; ROCm 10 has HIP 7.15",
+            "selected: all load this code object version; none was loaded on an AMD GPU",
+        ),
         ("no ROCm, no GPU", "tested: PyTorch or the emulator runs the ops"),
     ]
     return markdown(("component", "status"), rows)
+
+
+def rocm_versions() -> list[str]:
+    """Return the ROCm releases whose driver library the runtime looks for."""
+    driver = (ROOT / "csrc" / "runtime" / "driver.cpp").read_text()
+    known = set(re.findall(r"libamdhip64\.so\.(\d+)", driver))
+    if known != {*ROCM.values()}:
+        raise ValueError(f"ROCM must have the HIP versions {', '.join(sorted(known))} of driver.cpp")
+    return [*ROCM]
 
 
 def baseline(what: str, arch: str) -> list[str]:
@@ -285,29 +298,6 @@ def refused_table() -> str:
     return markdown(("format", "`quant_method`", "`explain` answers"), rows)
 
 
-def model_table() -> str:
-    """Return a row for each architecture: where it has run, and whether commands know it."""
-    others = sorted((ROOT / "serving_benchmarks" / "configs").glob("*/config.json"))
-    configs = {name: model_config.read(name) for name in model_config.shipped() if not name.startswith("tiny")}
-    configs |= {path.parent.name: json.loads(path.read_text()) for path in others}
-    shipped = grouped(configs, lambda name: configs[name]["architectures"][0])
-    measured = {run.model for run in measurements.engine_runs()}
-    rows = []
-    for architecture in dict.fromkeys((*flavours(), *shipped)):
-        known = {one.flavour: one.title for one in formats.FORMATS if one.flavour}
-        known |= {"mixed": f"{known['token']}, experts in BF16", "int4_experts": f"BF16, experts with {known['int4']}"}
-        tested = [name for flavour, name in known.items() if flavour in flavours().get(architecture, ())]
-        on_cpu = f"tested: {'; '.join(tested)}" if tested else "selected, not run"
-        on_gpu = ", ".join(name for name in shipped.get(architecture, ()) if name in measured) or "not run"
-        has_list = any(name in model_config.shipped() for name in shipped.get(architecture, ()))
-        known_by = "with vLLM; shipped models without" if has_list else "with vLLM"
-        rows.append((f"`{architecture}`", on_cpu, on_gpu, known_by))
-    plugged = "not run; norms and activations use the plugin if vLLM compiles it"
-    rows.append(("from another vLLM plugin", plugged, "not run", "no"))
-    rows.append(("any other", "selected by layer class and compiled graph, not run", "not run", "with vLLM"))
-    return markdown(("model", "engine on CPU", "engine on H100 or H200", "`explain`, `tune`"), merged(rows))
-
-
 def recipe_table() -> str:
     """Return a row for each FP8 recipe: its flags, and the seams that its layers reach, or why they stay vLLM's."""
     recipes = loaded("recipes")
@@ -377,7 +367,6 @@ def drafts_table() -> str:
 
 
 TABLES = {
-    "models": model_table,
     "formats": format_table,
     "refused": refused_table,
     "vllm": vllm_table,

@@ -507,17 +507,23 @@ def whole_models() -> tuple[str, list[EngineCase]]:
     return conditions, [case for case in whole if newest[case.ranks] is case]
 
 
-def whole_models_table() -> str:
-    """Return the speedups of the whole models, for README."""
+def models_with_collectives() -> tuple[str, list[EngineCase]]:
+    """Return `whole_models` without single ranks of several, which have no collectives."""
     conditions, cases = whole_models()
+    return conditions, [case for case in cases if all(run.sides["with"][0]["rank_of"] <= 1 for run in case.shown)]
+
+
+def whole_models_table() -> str:
+    """Return the speedups of the models with their collectives, for README."""
+    conditions, cases = models_with_collectives()
     rows = ((named(case), case.gpus, case.n, *speedup_cells(case)) for case in cases)
     table = markdown(("model", "GPU", "n", *BATCH_COLUMNS), rows)
     return f"{conditions}\n\n{table}" if cases else table
 
 
 def fastest_and_slowest() -> str:
-    """Return the range of the whole models' speedups, for README."""
-    runs = [run for case in whole_models()[1] for run in case.shown]
+    """Return the range of the speedups in README."""
+    runs = [run for case in models_with_collectives()[1] for run in case.shown]
     if not runs:
         return "Nothing was measured."
     ratios = sorted(latency_report.speedup(run.sides) for run in runs)

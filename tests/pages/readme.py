@@ -4,11 +4,9 @@ import pathlib
 import re
 from collections.abc import Callable
 
-import vllm_rocm_ops
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs, envs
 from vllm_rocm_ops.core.op import Op
-from vllm_rocm_ops.tools import doctor
 from vllm_rocm_ops.vllm import seam
 
 from . import (
@@ -17,6 +15,7 @@ from . import (
     host_tables,
     launch_table,
     measurements,
+    models,
     op_pages,
     pictures,
     predicted_table,
@@ -55,7 +54,11 @@ def support() -> str:
         for one in formats:
             for kind, what in compatibility.layers_of(one).items():
                 cells.setdefault(kind, set()).add(compatibility.selected(what, arch, one))
-        served = [kind for kind, of in cells.items() if of == {"selected"}]
+        served = [
+            kind + of.pop().removeprefix("selected")
+            for kind, of in cells.items()
+            if len(of) == 1 and min(of).startswith("selected") and "not at all" not in min(of)
+        ]
         return ", ".join(served) or "vLLM's kernels"
 
     def cached(arch: str, op: Op, cache: str) -> str:
@@ -80,53 +83,19 @@ def support() -> str:
 
 def faster() -> str:
     """Return how much faster models decode."""
-    return f"- **Faster?** {measurements.fastest_and_slowest()} [Benchmarks and predictions](#performance)"
+    return f"- **How much faster?** {measurements.fastest_and_slowest()} [Measured and predicted](#how-much-faster)"
 
 
 def requires() -> str:
     """Return the GPUs and versions that the package requires."""
     *others, last = archs.PRODUCTS
     python, emulator, torch = map(compatibility.required, ("requires-python", "python_version", "torch"))
-    driver = (ROOT / "csrc" / "runtime" / "driver.cpp").read_text()
-    rocm = " or ".join(sorted(set(re.findall(r"libamdhip64\.so\.(\d+)", driver))))
+    *earlier, rocm = compatibility.rocm_versions()
     return (
-        f"Requires an {', '.join(others)} or {last}, vLLM {' to '.join(seam.Seam.versions)}, torch {torch} or newer for ROCm, "
-        f"Python {python} or newer ({emulator} for the emulator), and the driver library of ROCm {rocm}."
+        f"**Requires** an {', '.join(others)} or {last}, vLLM {' to '.join(seam.Seam.versions)}, torch {torch} or newer for ROCm, "
+        f"Python {python} to {[*compatibility.SUITES][-1]} ({emulator} on for the emulator; later ones build from source), and the driver library of "
+        f"ROCm {', '.join(earlier)} or {rocm}."
     )
-
-
-SHOWN = ("vllm-rocm-ops", "GPUs", "measured", "vLLM", "seams")  # of doctor's sections, in README
-
-
-def doctor_sample() -> str:
-    """Return the sections of `doctor` that a user reads first, composed for an MI300X."""
-    product, arch = next((product, known_arch.name) for product, known_arch in archs.PRODUCTS.items())
-    known = [known for known in map(seam.load, seam.NAMES) if "rocm" in known.platforms]
-    state = {
-        "package": {"version": vllm_rocm_ops.__version__, "path": ".../site-packages/vllm_rocm_ops"},
-        "torch": {"version": "", "hip": "", "cuda": ""},
-        "driver": {"backend": "hip", "status": "", "versions": {}},
-        "gpus": [{"product": product, "name": f"AMD Instinct {product}", "arch": arch}],
-        "code_objects": {arch: {}},
-        "tables": {"rows": {}, "folder": ""},
-        "measured": [],
-        "reached": [],
-        "machine": {},
-        "vllm": {
-            "version": f"{known[0].versions[1]}.0",
-            "plugin": True,
-            "why_off": "",
-            "seams": [{"name": on.name, "on": True, "replaces": on.replaces, "reason": ""} for on in known],
-        },
-        "emulator": {"why_off": ""},
-        "environment": {},
-        "ops": {},
-    }
-    shown, lines = False, []
-    for line in doctor.text(state).splitlines():
-        shown = line.startswith(SHOWN) or (shown and line.startswith(" "))
-        lines += [line] if shown else []
-    return "\n".join(("```", "$ vllm-rocm-ops doctor", *lines, "```"))
 
 
 BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
@@ -135,11 +104,11 @@ BLOCKS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
         "faster": faster,
         "engine": measurements.whole_models_table,
         "predicted": step_table.readme,
-        "support": support,
-        "requires": requires,
-        "doctor": doctor_sample,
+        "recipes": models.your_recipe,
+        "support": lambda: f"{support()}\n\n{requires()}",
     },
-    compatibility.PAGE: compatibility.TABLES,
+    compatibility.PAGE: compatibility.TABLES
+    | {"models": models.model_table, "answer": models.answer, "steps": models.step_table},
     compatibility.DRAFTS_PAGE: {"drafts": compatibility.drafts_table},
     DOCS / "README.md": {
         "ops": lambda: op_pages.index(standalone=False),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from timing_study import baseline, h200_profiles, published_steps, step, step_report
 
 from vllm_rocm_ops.models import config as model_config
-from vllm_rocm_ops.timing import machines
+from vllm_rocm_ops.timing import CONTEXT, machines
 
 from .measurements import SIDES, grouped, markdown
 
@@ -45,8 +45,16 @@ def _ms(found: step.Total) -> str:
 
 
 def readme() -> str:
-    """Return a line for each model's step at batch 1, for README."""
-    lines = []
+    """Return how steps are predicted, a line for each model's step at batch 1, and the other GPU's speedups, for README."""
+    least, most = baseline.launch_costs(machines.named("MI300X"))
+    other, _ = baseline.launch_costs(machines.named("MI355X"))
+    low, high = published_steps.spread()
+    said = (
+        f"A decode step of one rank with {CONTEXT} keys per request, both sides from one timing model; speedups are ranges for {least:.2f} "
+        f"(MI355X {other:.2f}) to {most:g} us per small launch of vLLM's. Published Llama-3.1-405B steps take {low:.2f} to {high:.2f} times "
+        "the prediction.\n"
+    )
+    lines = [said]
     for model in MODELS:
         without, plugin = (total("MI300X", model, side, 1) for side in step.SIDES)
         unknown = (plugin.us - plugin.known_us) / 1e3
@@ -54,7 +62,14 @@ def readme() -> str:
             f"- MI300X, {model}, TP {RANKS}, batch 1: baseline {_ms(without)} ms in {without.launches:,} launches, plugin {_ms(plugin)} "
             f"ms in {plugin.launches:,}: {speedup('MI300X', model, 1)}. The kernels' error is unknown on {unknown:.1f} ms of the plugin's."
         )
-    return "\n".join(lines)
+    of = "; ".join(f"{model} {', '.join(speedup('MI355X', model, n) for n in BATCHES)}" for model in MODELS)
+    batches = ", ".join(map(str, BATCHES))
+    return "\n".join(
+        [
+            *lines,
+            f"- MI355X, batch {batches}: {of}. Where AITER's kernels are faster, a start that times both keeps them.",
+        ]
+    )
 
 
 def steps() -> str:

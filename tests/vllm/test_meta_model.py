@@ -22,6 +22,7 @@ MODELS = {
     for path in (
         *ROOT.glob("tests/data/models/*.json"),
         *ROOT.glob("serving_benchmarks/configs/*/config.json"),
+        *(model_config.SHIPPED / name / "config.json" for name in ("minimax-m2", "gpt-oss-120b", "kimi-k2-thinking")),
     )
 }
 WANTED = {
@@ -54,6 +55,9 @@ WANTED = {
         "input norm": ("rms_norm", (2048, False, 1e-06, True), 48),
         "output gate": ("sigmoid_and_mul_per_block_quant", (2048, 256), 12),
         "post-attention norm": ("fused_add_rms_norm", (2048, True, 1e-06, True), 48),
+    }),
+    "kimi-k2-thinking": (8, {
+        "experts": ("fused_experts", (384, 384, 8, 7168, 256, "int4_32"), 60), "o": ("unquantized_gemm", (7168, 1024), 61),
     }),
     "qwen2.5-72b": (4, {"qkv": ("unquantized_gemm", (2560, 8192, True), 80), "SwiGLU": ("silu_and_mul", (7392,), 80)}),
     "phi-4": (2, {"gate_up": ("unquantized_gemm", (17920, 5120), 40), "o": ("unquantized_gemm", (5120, 2560), 40)}),
@@ -141,6 +145,12 @@ def test_a_shipped_list_is_what_vllm_says(name, arch):
     assert known["vllm"] == asking.installed()
     for tp, ep in ((1, None), (2, None), (2, 2), (1, 4)):
         assert asking.asked(config, tp, ep, arch)["blocks"] == asking.unpacked(known, asking.key(tp, ep))
+
+
+def test_vllm_says_the_list_of_a_model_that_sees(name="qwen3.5-397b-a17b-fp8"):
+    """Its language layers are asked without torchvision, too, and without a vision model in a process of vLLM's."""
+    config = model_config.read(name)
+    assert asking.asked(config, 8, None, "gfx942")["blocks"] == asking.blocks(config, 8, None, "gfx942")
 
 
 def test_lists_have_steps_of_every_shipped_model():

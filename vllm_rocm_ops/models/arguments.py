@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.quantization import MX_SCALES, STATIC
 from vllm_rocm_ops.models.config import EXPERTS
+from vllm_rocm_ops.ops.shared.gated_delta_net import MOST_PROJECTED
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 
@@ -147,6 +148,34 @@ def experts(
         return given
     biases = (inputs.values(*size[:2]) if has_bias else None for size in (w1, w2))
     return *given, 0, False, False, False, *biases, *swiglu
+
+
+def delta_net(
+    requests: int,
+    inputs: Inputs,
+    key_heads: int,
+    heads: int,
+    is_interleaved: bool,
+    state: str,
+    kind: str,
+    token_columns: int,
+) -> tuple:
+    """Return arguments of `gated_delta_net_decode`, with a slot and a row per request. Launches of few requests project b and a."""
+    token_columns *= requests <= MOST_PROJECTED
+    channels, slots = (2 * key_heads + heads) * BLOCK, 1 + requests
+    ba, of_ba = inputs.values(requests, 2 * heads) if not token_columns else None, ()
+    if token_columns:
+        of_ba = inputs.values(requests, token_columns), inputs.values(2 * heads, token_columns) * token_columns**-0.5
+    indices = torch.arange(1, slots, dtype=torch.int32, device=inputs.device).view(-1, 1)
+    scales = (inputs.scales(1), None) if kind == "static" else (None, inputs.scales(requests, heads) if kind else None)
+    return (
+        *(inputs.values(requests, channels + heads * BLOCK), ba, is_interleaved),
+        *(inputs.values(slots, 3, channels).transpose(1, 2), inputs.values(channels, 4)),
+        inputs.values(slots, heads, BLOCK, BLOCK, dtype=getattr(torch, state)),
+        *(inputs.scales(heads), inputs.values(heads), inputs.values(BLOCK), 1e-6, indices),
+        inputs.values(requests, heads * BLOCK, dtype=inputs.fp8_dtype if kind else None),
+        *(None, None, *scales, *of_ba),
+    )
 
 
 PAGE = 16  # tokens per page in vLLM

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,7 +25,7 @@ from vllm_rocm_ops.models import layers
 from vllm_rocm_ops.models.arguments import PAGE
 from vllm_rocm_ops.models.layers import DELTA_NET, GATED_NORM, NORMS, Launch, LayerCall
 from vllm_rocm_ops.ops.shared import by_quantization
-from vllm_rocm_ops.ops.shared.gated_delta_net import may_project
+from vllm_rocm_ops.ops.shared.gated_delta_net import MOST_PROJECTED, may_project
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 
@@ -71,6 +71,7 @@ class Fusion:
         needs_parts: Whether the plugin must serve the replaced calls too. It was then timed against these.
         needs_all: Whether it must be faster than each recorded baseline.
         by_attention: Whether it serves only if timed, or with VLLM_ROCM_OPS_ATTENTION=1.
+        most: The most tokens at which it replaces the calls among its launches, None for any number.
         traits: Text that follows the name of the op's shape in a record of times, by the call's last parameter.
     """
 
@@ -81,6 +82,7 @@ class Fusion:
     needs_parts: bool = False
     needs_all: bool = False
     by_attention: bool = True
+    most: int | None = None
     traits: Mapping[object, str] = field(default_factory=dict, compare=False)
 
 
@@ -102,6 +104,15 @@ class FusedCall(LayerCall):
             dataclasses.replace(launch, count=self.count) for launch in self.launches if isinstance(launch, LayerCall)
         )
 
+    def has_parts(self, tokens: int) -> bool:
+        """True if it replaces `parts` at this number of tokens."""
+        return self.fusion.most is None or tokens <= self.fusion.most
+
+    def layer_at(self, tokens: int) -> str:
+        """Return the names of the launches that it replaces at this number of tokens."""
+        has_parts = self.has_parts(tokens)
+        return joined(launch for launch in self.launches if has_parts or isinstance(launch, str))
+
 
 def calls(
     config: dict, tp: int = 1, ep: int | None = None, rocm_cache_layout: bool = True, arch: str = layers.ARCH
@@ -111,10 +122,15 @@ def calls(
     counts = Counter((row, *each) for row in FUSIONS for each in row.find(step))
     result = []
     for (row, launches, parameters), times in counts.items():
-        layer = " + ".join(launch if isinstance(launch, str) else launch.layer for launch in launches)
+        layer = joined(launches)
         dtype = next(launch.dtype for launch in step if isinstance(launch, LayerCall))
         result.append(FusedCall(layer, row.op, row.arguments, parameters, dtype, times, launches, row))
     return result
+
+
+def joined(launches: Iterable[LayerCall | str]) -> str:
+    """Return the layers of launches as one name."""
+    return " + ".join(launch if isinstance(launch, str) else launch.layer for launch in launches)
 
 
 def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None, arch: str = layers.ARCH) -> list[LayerCall]:
@@ -377,33 +393,6 @@ def _delta_nets(step: Step) -> Found:
             yield launches, (*launch.parameters, kind, columns * projects)
 
 
-def _delta_net(
-    requests: int,
-    inputs: Inputs,
-    key_heads: int,
-    heads: int,
-    is_interleaved: bool,
-    state: str,
-    kind: str,
-    token_columns: int,
-) -> tuple:
-    """Return arguments of `gated_delta_net_decode`, with a slot and a row per request."""
-    channels, slots = (2 * key_heads + heads) * BLOCK, 1 + requests
-    ba, of_ba = inputs.values(requests, 2 * heads) if not token_columns else None, ()
-    if token_columns:
-        of_ba = inputs.values(requests, token_columns), inputs.values(2 * heads, token_columns) * token_columns**-0.5
-    indices = torch.arange(1, slots, dtype=torch.int32, device=inputs.device).view(-1, 1)
-    scales = (inputs.scales(1), None) if kind == "static" else (None, inputs.scales(requests, heads) if kind else None)
-    return (
-        *(inputs.values(requests, channels + heads * BLOCK), ba, is_interleaved),
-        *(inputs.values(slots, 3, channels).transpose(1, 2), inputs.values(channels, 4)),
-        inputs.values(slots, heads, BLOCK, BLOCK, dtype=getattr(torch, state)),
-        *(inputs.scales(heads), inputs.values(heads), inputs.values(BLOCK), 1e-6, indices),
-        inputs.values(requests, heads * BLOCK, dtype=inputs.fp8_dtype if kind else None),
-        *(None, None, *scales, *of_ba),
-    )
-
-
 OF_SEQUENCE = (
     Fusion(
         ops.scaled_mm_silu_and_mul_quant,
@@ -426,6 +415,6 @@ AROUND_ATTENTION = (
     Fusion(ops.qk_norm_rope_and_cache, _normed_rotation, partial(_heads, True), "three launches"),
     Fusion(ops.batched_gemm, _quantized_v_up, partial(_quantized, True), traits=OUTPUTS),
     Fusion(ops.paged_attention_decode, _quantized_attention, partial(_quantized, False), traits=OUTPUTS),
-    Fusion(ops.gated_delta_net_decode, _delta_net, _delta_nets, "vLLM's kernels"),
+    Fusion(ops.gated_delta_net_decode, model_arguments.delta_net, _delta_nets, "vLLM's kernels", most=MOST_PROJECTED),
 )
 FUSIONS = OF_SEQUENCE + AROUND_ATTENTION

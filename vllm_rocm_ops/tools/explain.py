@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from vllm_rocm_ops.collectives.launches import MAX_RANKS
 from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Explanation, Op
@@ -18,6 +19,7 @@ from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm import comparisons
 from vllm_rocm_ops.vllm.selection.report import columns
 
+ALL_REDUCE = "all-reduce"
 WIDTH = 120  # columns of a model's table
 
 
@@ -106,24 +108,38 @@ def explain_model(
     fixed limits decide unmeasured calls. Without `verbose`, reasons follow the kernels, and op, blocks and configuration are
     omitted.
     """
+    rows = table(calls, arch, batches, verbose, unserved)
+    return rows if verbose else shortened(rows)
+
+
+def table(
+    calls: list[LayerCall],
+    arch: Arch,
+    batches: tuple[int, ...],
+    verbose: bool,
+    unserved: Sequence[tuple[Launch, int]] = (),
+) -> list[tuple[str, ...]]:
+    """Return a table of `explain_model` with all columns. Without `verbose` its reasons have no configurations."""
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
     record = comparisons.record_for(arch)
     fused = {part: call for call in calls for part in call.parts}
     for call in calls:
-        rows: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        rows: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
         for batch in batches:
             serves, said = comparisons.served(call, arch, record, batch)
-            if call in fused and comparisons.served(fused[call], arch, record, batch)[0]:
-                kernel, why, blocks = f"in {fused[call].layer}", "", ""
+            layer = call.layer_at(batch) if call.fusion else call.layer
+            whole = fused.get(call)
+            if whole and whole.has_parts(batch) and comparisons.served(whole, arch, record, batch)[0]:
+                kernel, why, blocks = f"in {whole.layer}", "", ""
             elif not serves:
                 kernel, why, blocks = call.fusion.apart if call.fusion else "vLLM's kernel", said, ""
             else:
                 kernel, why, blocks = plugin_kernel(call, arch, batch, verbose)
                 why = ": ".join(filter(None, (said, why)))
-            rows.setdefault((kernel, why), []).append((batch, blocks))
-        for (kernel, why), sizes in rows.items():
+            rows.setdefault((layer, kernel, why), []).append((batch, blocks))
+        for (layer, kernel, why), sizes in rows.items():
             tokens, blocks = (",".join(filter(None, map(str, column))) for column in zip(*sizes))
-            lines.append((call.layer, str(call.count), call.op.name, tokens, kernel, blocks, why))
+            lines.append((layer, str(call.count), call.op.name, tokens, kernel, blocks, why))
     named = {launch: call for call in calls for launch in getattr(call, "launches", ()) if isinstance(launch, str)}
     for launch, count in unserved:
         by: dict[tuple[str, str], list[str]] = {}
@@ -135,10 +151,52 @@ def explain_model(
             )
         for (kernel, why), sizes in by.items():
             lines.append((launch.layer, str(count), "", ",".join(sizes), kernel, "", why))
-    if verbose:
-        return lines
-    short = [(*line[:2], line[3], f"{line[4]} ({line[6]})" if line[6] else line[4]) for line in lines[1:]]
+    return lines
+
+
+def shortened(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return a table of `table` without op, blocks and configuration; reasons follow the kernels."""
+    short = [(*row[:2], row[3], f"{row[4]} ({row[6]})" if row[6] else row[4]) for row in rows[1:]]
     return [("layer", "calls", "tokens", "kernel"), *short]
+
+
+PLUGIN, TIMED, VLLM = SIDES = "plugin, unless timed slower", "plugin, if timed faster", "vLLM"
+
+
+def sides(rows: list[tuple[str, ...]], launches: Sequence[LayerCall | Launch], batch: int, tp: int) -> dict[str, str]:
+    """Return the side in `SIDES` of each layer of a step at a batch size, by the arguments of `summary`."""
+    side = {launch.layer: VLLM for launch in launches if launch.layer != model_layers.PREFILL}
+    if ALL_REDUCE in side and tp <= MAX_RANKS:
+        side[ALL_REDUCE] = TIMED
+    for layers, _, _, tokens, kernel, blocks, why in rows[1:]:
+        if str(batch) in tokens.split(",") and not kernel.startswith("in "):
+            of_row = PLUGIN if blocks else TIMED if "unmeasured" in why else VLLM
+            for layer in side.keys() & layers.split(" + "):
+                side[layer] = min(side[layer], of_row, key=SIDES.index)
+    return side
+
+
+def summary(
+    rows: list[tuple[str, ...]], launches: Sequence[LayerCall | Launch], batches: tuple[int, ...], tp: int
+) -> list[str]:
+    """Return lines that name the layers of a step by who runs them at each batch size: now, or after start-up timing.
+
+    Args:
+        rows: A `table` of the step's calls.
+        launches: All launches of the step.
+        batches: The table's batch sizes.
+        tp: The ranks of the step's all-reduces.
+    """
+    said: dict[tuple[str, ...], list[int]] = {}
+    for batch in batches:
+        side = sides(rows, launches, batch, tp)
+        by_side = (", ".join(layer for layer in side if side[layer] == each) for each in SIDES)
+        said.setdefault((*by_side,), []).append(batch)
+    lines = [("tokens", "runs", "layers")]
+    for by_side, sizes in said.items():
+        shown = [(each, names) for each, names in zip(SIDES, by_side) if names]
+        lines += [(",".join(map(str, sizes)) if not place else "", *row) for place, row in enumerate(shown)]
+    return columns(lines, WIDTH)
 
 
 def lines_of(rows: list[tuple[str, ...]], verbose: bool) -> list[str]:

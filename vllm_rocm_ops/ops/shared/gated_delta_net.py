@@ -13,6 +13,8 @@ from vllm_rocm_ops.core.tensors import aligned, describe
 
 NORM_EPSILON = 1e-6  # of q and k
 MAX_TOKEN_COLUMNS = 4096
+MOST_PROJECTED = 64
+"""Requests up to which vLLM's launches project b and a: each of a request's heads reads its token and two rows of the weight again."""
 
 
 class Sizes(NamedTuple):

@@ -53,8 +53,13 @@ def run(
     config = model_config.read(model)
     around = explain.around(config, tp or 1, ep, known)
     others = layers.unserved(config, tp or 1, ep, layers.built_for(known))
-    rows = explain.explain_model([*calls, *around], known, batch or (1,), verbose, others)
-    for line in explain.lines_of(rows, verbose):
+    batches = batch or (1,)
+    rows = explain.table([*calls, *around], known, batches, verbose, others)
+    lines = explain.lines_of(rows if verbose else explain.shortened(rows), verbose)
+    if not verbose:
+        step = layers.launches(config, tp or 1, ep, layers.built_for(known))
+        lines += ["", *explain.summary(rows, step, batches, tp or 1)]
+    for line in lines:
         print(line, flush=True)
     print(f"layers as vLLM {asking.version(config, tp or 1, tp if ep == 0 else ep)} builds them", flush=True)
     return 0

@@ -12,12 +12,11 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.tensors import aligned
 from vllm_rocm_ops.ops.gated_delta_net_decode import SIZE
 from vllm_rocm_ops.ops.shared import gated_delta_net as reference
+from vllm_rocm_ops.ops.shared.gated_delta_net import MOST_PROJECTED
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import decoder, mla_v_up
 
 OP = ops.gated_delta_net_decode
-MOST_PROJECTED = 64
-"""Requests up to which the launch projects b and a: each of a request's heads reads its token and two rows of the weight again."""
 CLASS = "QwenGatedDeltaNetAttention"
 
 # A step

@@ -13,6 +13,7 @@ collectives. A layer that no op serves, or whose kernel a seam did not take, is 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import inspect
 import json
 import os
@@ -88,8 +89,12 @@ def prepare(arch: str) -> None:
     import vllm.model_executor.model_loader.utils
     import vllm.model_executor.models.llama  # noqa: F401
     from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.models import registry
 
     get_quantization_config("fp8")  # imports all, which takes longer than an answer
+    if importlib.util.find_spec("torchvision") is None:  # Transformers knows by now; vLLM's vision models import it
+        sys.meta_path.insert(0, simulated.Pretended("torchvision"))
+    registry._run_in_subprocess = lambda inspect: inspect()  # another process has no simulated GPU
 
 
 def groups(config, tp: int, dp: int) -> None:
