@@ -427,16 +427,13 @@ MXFP8 = {
 }
 
 
-def test_gfx942_has_no_mx_fp8():
-    """vLLM has kernels of its own for it there, so no op of the plugin takes its layers."""
+def test_gfx942_multiplies_bf16_by_mx_weights():
+    """It has no matrix instructions for MX-FP8."""
     config = read("tiny-llama") | {"quantization_config": MXFP8["mxfp8"]}
-    assert {call.layer for call in calls(config, arch="gfx942")}.isdisjoint({"qkv", "o", "gate_up", "down"})
-    assert {launch.layer for launch, _ in model_layers.unserved(config, arch="gfx942")} == {
-        "qkv",
-        "o",
-        "gate_up",
-        "down",
-    }
+    by_layer = {call.layer: call for call in calls(config, arch="gfx942")}
+    assert by_layer["input norm"].op is ops.rms_norm or by_layer["input norm"].op is ops.fused_add_rms_norm
+    for layer in ("qkv", "o", "gate_up", "down"):
+        assert by_layer[layer].op is ops.mx_gemm and by_layer[layer].parameters[2] == "fp8"
 
 
 @pytest.mark.parametrize("name", MXFP8)

@@ -114,7 +114,7 @@ def test_kernels_serve_the_sizes_they_won(make, kind, fault, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_stay_packed(make, kind):
-    """No copy is made, and vLLM's emulation serves the sizes that emulated kernels do not, from the same bytes."""
+    """A call that emulated kernels do not serve has a copy of its own, by which vLLM's emulation multiplies."""
     kernel_selection.begin_recording()
     layer, kernel, exact = make(kind, Baseline)
     before, _ = layer_of(kind)
@@ -126,7 +126,9 @@ def test_weights_stay_packed(make, kind):
     with launch.executor(Emulator("gfx942")):
         close(kernel.apply_weights(layer, x[:FEW], bias) - bias, x[:FEW], exact)
         assert vllm_rocm_ops.stats()["mx_gemm"] == {f"mx_gemm_{kernel.traits[0]}_wave_splitk_16": 1}
+        assert "mx_dequantize" not in vllm_rocm_ops.stats()
         close(kernel.apply_weights(layer, x, bias) - bias, x, exact)
+        assert vllm_rocm_ops.stats()["mx_dequantize"] == {f"mx_dequantize_{kernel.traits[0]}": 1}
     assert kernel.baseline.calls == [MANY, MANY]
 
 

@@ -22,7 +22,7 @@ __all__ = ["mx_gemm"]
 
 FORMATS = {torch.float8_e4m3fn: "fp8", torch.uint8: "fp4"}
 TOKENS = {"amd": (16, 64), "nvidia": (8, 16)}  # limits of kernels
-LANE_ROWS = 4  # adjacent rows of a lane (kLaneRows of csrc/gemm/skinny/mx_weights.h); a tile has 16 times as many
+LANE_ROWS = 4  # adjacent rows of a lane (kLaneRows of csrc/gemm/skinny/mx_weights.h); a tile has 16 lanes' rows
 
 
 def _in_byte(a) -> int:
@@ -107,19 +107,29 @@ def _inputs(form: str, tokens, n, k, given, device, generator, fp8_dtype) -> tup
     if given.get("spikes"):
         x = x * 0.01
         x[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
-    bits = torch.randint(0, 256, (n, k + 2 * padding), generator=generator, dtype=torch.uint8)  # -0 and subnormals, too
-    scale = torch.randint(120, 134, (n, k // MX_BLOCK + padding), generator=generator, dtype=torch.uint8)
-    if given.get("extreme"):  # the smallest, a subnormal, the largest and NaN, which no sum of finite values has
-        scale[:, 0], scale[:, 1], scale[0, 2], scale[1, 2], scale[2, -1] = 0, 1, 254, 255, 255
+    if given.get("extreme"):
         x = x * 2.0**-6
+    x = gemm.padded(x, padding).to(dtype).to(device)[..., :k]
+    weight = drawn_weight(form, n, k, given, device, generator)
+    bias = torch.randn(n, generator=generator).to(dtype).to(device) if given.get("bias") else None
+    return x, *weight, bias
+
+
+def drawn_weight(
+    form: str, n: int, k: int, given: dict, device: str, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return a case's weight of this format, "fp8" or "fp4", and its scales, with all values but NaN."""
+    padding = given.get("padding", 0)
+    bits = torch.randint(0, 256, (n, k + 2 * padding), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(120, 134, (n, k // MX_BLOCK + padding), generator=generator, dtype=torch.uint8)
+    if given.get("extreme"):  # the smallest, a subnormal, the largest, and NaN
+        scale[:, 0], scale[:, 1], scale[0, 2], scale[1, 2], scale[2, -1] = 0, 1, 254, 255, 255
     if form == "fp8":
-        bits[bits & 127 == 127] -= 1  # no NaN
+        bits[bits & 127 == 127] -= 1
         weight = bits.view(torch.float8_e4m3fn).to(device)[:, :k]
     else:
         weight = packed_bits(bits & 15).to(device)[:, : k // 2]
-    scale = scale.view(given.get("scale_dtype", torch.uint8)).to(device)[:, : k // MX_BLOCK]
-    bias = torch.randn(n, generator=generator).to(dtype).to(device) if given.get("bias") else None
-    return gemm.padded(x, padding).to(dtype).to(device)[..., :k], weight, scale, bias
+    return weight, scale.view(given.get("scale_dtype", torch.uint8)).to(device)[:, : k // MX_BLOCK]
 
 
 def _linear(tokens: int, inputs: Inputs, n: int, k: int, form: str, *has_bias: bool) -> tuple:

@@ -1,11 +1,12 @@
 """Run linear layers of MX weights that vLLM emulates by `mx_gemm`, on the packed weights, for mxfp8_linear.py and mxfp4_linear.py.
 
 GPUs without MX instructions run these layers in bf16, beside a copy of MXFP8 weights of twice their bytes. Here the weights stay
-packed, as vLLM's emulation leaves them on request: it dequantizes a layer at a call, which serves all sizes that the op does not
-(base.py). It rounds the inputs of W4A4 layers to their format, and so does the plugin, by the same function. Left to vLLM: layers for
+packed, as vLLM's emulation leaves them on request. At a call whose size the op does not serve, `mx_dequantize` makes that layer's copy,
+and vLLM's emulation multiplies by it (base.py). It rounds the inputs of W4A4 layers to their format, and so does the plugin, by the same function. Left to vLLM: layers for
 which it would run another kernel, fp16 inputs, MXFP8 weights with NaN, and layers whose copies the user asks for.
 """
 
+import functools
 import types
 
 import torch
@@ -36,6 +37,11 @@ def rounded(x: Tensor, baseline_name: str | None) -> Tensor:
     return getattr(kernel, "quant_dequant_func", lambda x: x)(x)
 
 
+def kind_of(weight: Tensor) -> str:
+    """Return vLLM's name of a packed weight's format."""
+    return "mxfp8" if weight.is_floating_point() else "mxfp4"
+
+
 def numbers(weight: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
     """Return the float32 numbers [rows, K] of output channels."""
     values = linear_base.rows_at(weight, rows) if weight.is_floating_point() else fp4_numbers(weight[rows]).float()
@@ -53,8 +59,10 @@ class MxWeightLinear(linear_base.Linear):
         return self.choice(key, baseline_name, lambda: (weight, scale, bias, baseline_name, x.dtype), weight, x)
 
     def baseline(self, x, weight, scale, bias, baseline_name):
-        layer = types.SimpleNamespace(weight=weight, weight_scale=scale)
-        return linear_base.baseline_named(baseline_name).apply_weights(layer, x, bias)
+        kernel = linear_base.baseline_named(baseline_name)
+        dense = ops.mx_dequantize.run_kernels(weight, scale) if multiplies_copies(kind_of(weight)) else None
+        layer = types.SimpleNamespace(weight=weight if dense is None else dense, weight_scale=scale)
+        return kernel.apply_weights(layer, x, bias)
 
     def op_arguments(self, x, weight, scale, bias, baseline_name):
         return rounded(x, baseline_name), weight, scale, bias
@@ -69,7 +77,7 @@ class MxWeightLinear(linear_base.Linear):
 
     def describe(self, layer):
         weight, _, bias, _, dtype = layer
-        return self.sizes(layer, dtype, bias=bias) + (" mxfp8" if weight.is_floating_point() else " mxfp4")
+        return self.sizes(layer, dtype, bias=bias) + f" {kind_of(weight)}"
 
     def arguments(self, layer, x, seed):
         return (x, *layer[:-1])
@@ -87,6 +95,7 @@ class MxWeightLinear(linear_base.Linear):
 
 
 COMPARISON = MxWeightLinear()
+OPS = "mx_gemm", "mx_dequantize"
 
 
 def _fake(x, weight, scale, bias, baseline_name):
@@ -110,7 +119,15 @@ def copies(quantization: str) -> bool:
     from vllm import envs
 
     name = COPIES[quantization]
-    return envs.is_set(name) and getattr(envs, name) if name in envs.environment_variables else False
+    return name in envs.environment_variables and envs.is_set(name) and getattr(envs, name)
+
+
+@functools.cache
+def multiplies_copies(quantization: str) -> bool:
+    """True if vLLM's emulation multiplies by weights that are bf16 already. Up to 0.30 MXFP4's does not."""
+    from vllm import envs
+
+    return COPIES[quantization] in envs.environment_variables
 
 
 def has_nan(weight: Tensor) -> bool:
@@ -152,6 +169,7 @@ def kernel_around(emulation: type, of: linear_base.Table, name: str) -> type:
         def __init__(self, config):
             super().__init__(config)
             self.keep_baseline(config)
+            self.call = functools.partial(COMPARISON.call, self)
 
         def process_weights_after_loading(self, layer):
             weight, scale = layer.weight.data, layer.weight_scale.data
@@ -165,13 +183,14 @@ def kernel_around(emulation: type, of: linear_base.Table, name: str) -> type:
             weight_order.note_order(self, layer, "plain")
 
         def apply_weights(self, layer, x, bias=None):
-            if self.order is None or linear_base.baseline_serves(self, x):
+            if self.order is None:
                 return self.baseline.apply_weights(layer, x, bias)
-            tokens = x.reshape(-1, x.shape[-1])
+            given = x.reshape(-1, x.shape[-1]), layer.weight, layer.weight_scale, bias
             if self.baseline is None:
-                output = torch.ops.vllm_rocm_ops.mx_gemm(tokens, layer.weight, layer.weight_scale, bias)
+                output = torch.ops.vllm_rocm_ops.mx_gemm(*given)
             else:
-                output = COMPARISON.call(self, tokens, layer.weight, layer.weight_scale, bias, self.baseline_name)
+                run = COMPARISON.baseline if linear_base.baseline_serves(self, x) else self.call
+                output = run(*given, self.baseline_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
     Kernel.__name__ = Kernel.__qualname__ = name

@@ -26,4 +26,5 @@ SEAM = TABLE.seam(
     probe=lambda: mx_weights.probe(emulation(), TABLE),
     platforms=("rocm", "cpu"),
     name="mxfp4_linear",
+    ops=mx_weights.OPS,
 )

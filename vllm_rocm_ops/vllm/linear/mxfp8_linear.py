@@ -202,4 +202,11 @@ def install() -> None:
         linear_base.register_first(kernel, TABLE.kernels())
 
 
-SEAM = TABLE.seam(COMPARISON, mx_weights.COMPARISON, install=install, probe=probe, platforms=("rocm", "cpu"))
+SEAM = TABLE.seam(
+    COMPARISON,
+    mx_weights.COMPARISON,
+    install=install,
+    probe=probe,
+    platforms=("rocm", "cpu"),
+    ops=(COMPARISON.op.name, *mx_weights.OPS),
+)
