@@ -1,6 +1,7 @@
 """Test linear layers of MX weights that vLLM emulates: the results, the calls left to the baseline, and when the plugin serves."""
 
 import functools
+import importlib
 
 import linears
 import pytest
@@ -130,6 +131,30 @@ def test_weights_stay_packed(make, kind):
         close(kernel.apply_weights(layer, x, bias) - bias, x, exact)
         assert vllm_rocm_ops.stats()["mx_dequantize"] == {f"mx_dequantize_{kernel.traits[0]}": 1}
     assert kernel.baseline.calls == [MANY, MANY]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scheme_of_vllms_loads_the_layer(kind, monkeypatch):
+    """compressed-tensors names its parameters, and the kernel of another format on this CPU is switched off."""
+    schemes = importlib.import_module("vllm.model_executor.layers.quantization.compressed_tensors.schemes")
+    for name in ("rank", "world_size"):
+        of_rank = f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}"
+        monkeypatch.setattr(of_rank, lambda value=int(name != "rank"): value)
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "RocmOpsMxfp8Linear")
+    scheme = schemes.CompressedTensorsW8A8Mxfp8() if kind == "mxfp8" else schemes.CompressedTensorsW4A4Mxfp4()
+    layer, (loaded, exact) = torch.nn.Module(), layer_of(kind)
+    given = {"layer": layer, "params_dtype": torch.bfloat16, "weight_loader": lambda *_: None}
+    sizes = {"output_partition_sizes": [N], "input_size_per_partition": K, "input_size": K, "output_size": N}
+    scheme.create_weights(**given, **sizes)
+    assert type(scheme.kernel).__name__ == (MX8 if kind == "mxfp8" else MX4)
+    weight = layer.weight if kind == "mxfp8" else layer.weight_packed
+    weight.data.view(torch.uint8).copy_(loaded.weight.view(torch.uint8))
+    layer.weight_scale.data.copy_(loaded.weight_scale[:, : K // 32])
+    scheme.process_weights_after_loading(layer)
+    x = random(FEW, K).bfloat16()
+    with launch.executor(Emulator("gfx942")):
+        close(scheme.apply_weights(layer, x), x, exact)
+    assert list(vllm_rocm_ops.stats()["mx_gemm"]) == [f"mx_gemm_{scheme.kernel.traits[0]}_wave_splitk_16"]
 
 
 def test_weights_with_nan_are_vllms(make):
