@@ -7,13 +7,19 @@
 #include "gemm/skinny/mx_weights.h"
 
 #ifdef HAS_INT4_TILES_OF_TOKENS
-WAVE_SPLIT_K(mx_gemm_fp8_wave_splitk_16, Bf16Mx<MxE4m3>, 16, ScaleGranularity::kNone)
-WAVE_SPLIT_K(mx_gemm_fp8_wave_splitk_64, Bf16Mx<MxE4m3>, 64, ScaleGranularity::kNone)
-WAVE_SPLIT_K(mx_gemm_fp4_wave_splitk_16, Bf16Mx<MxE2m1>, 16, ScaleGranularity::kNone)
-WAVE_SPLIT_K(mx_gemm_fp4_wave_splitk_64, Bf16Mx<MxE2m1>, 64, ScaleGranularity::kNone)
+using Fp8 = Bf16Mx<MxE4m3, 4>;
+using Fp4 = Bf16Mx<MxE2m1, 4>;
+using Fp8Tiles = Bf16Mx<MxE4m3, 2>;
+using Fp4Tiles = Bf16Mx<MxE2m1, 2>;
+WAVE_SPLIT_K(mx_gemm_fp8_wave_splitk_16, Fp8, 16, ScaleGranularity::kNone)
+WAVE_SPLIT_K(mx_gemm_fp8_wave_splitk_64, Fp8Tiles, 64, ScaleGranularity::kNone)
+WAVE_SPLIT_K(mx_gemm_fp4_wave_splitk_16, Fp4, 16, ScaleGranularity::kNone)
+WAVE_SPLIT_K(mx_gemm_fp4_wave_splitk_64, Fp4Tiles, 64, ScaleGranularity::kNone)
 #else
-WAVE_SPLIT_K(mx_gemm_fp8_wave_splitk_8, Bf16Mx<MxE4m3>, 8, ScaleGranularity::kNone)
-WAVE_SPLIT_K(mx_gemm_fp8_wave_splitk_16, Bf16Mx<MxE4m3>, 16, ScaleGranularity::kNone)
-WAVE_SPLIT_K(mx_gemm_fp4_wave_splitk_8, Bf16Mx<MxE2m1>, 8, ScaleGranularity::kNone)
-WAVE_SPLIT_K(mx_gemm_fp4_wave_splitk_16, Bf16Mx<MxE2m1>, 16, ScaleGranularity::kNone)
+using Fp8 = Bf16Mx<MxE4m3, 1>;
+using Fp4 = Bf16Mx<MxE2m1, 1>;
+WAVE_SPLIT_K(mx_gemm_fp8_wave_splitk_8, Fp8, 8, ScaleGranularity::kNone)
+WAVE_SPLIT_K(mx_gemm_fp8_wave_splitk_16, Fp8, 16, ScaleGranularity::kNone)
+WAVE_SPLIT_K(mx_gemm_fp4_wave_splitk_8, Fp4, 8, ScaleGranularity::kNone)
+WAVE_SPLIT_K(mx_gemm_fp4_wave_splitk_16, Fp4, 16, ScaleGranularity::kNone)
 #endif

@@ -22,6 +22,8 @@ __all__ = ["mx_gemm"]
 
 FORMATS = {torch.float8_e4m3fn: "fp8", torch.uint8: "fp4"}
 TOKENS = {"amd": (16, 64), "nvidia": (8, 16)}  # limits of kernels
+K_STEPS = 4  # whose scales one load has
+UNIT_BYTES_PER_US = 22e3  # as timing/ predicts it on MI300X
 LANE_ROWS = 4  # adjacent rows of a lane (kLaneRows of csrc/gemm/skinny/mx_weights.h); a tile has 16 lanes' rows
 
 
@@ -52,23 +54,28 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "x is bfloat16", a.x.dtype == torch.bfloat16
     yield f"M is at most {most} on {arch.vendor.upper()}", m <= most
     yield "N and K are at least 1, N below 2^30, K below 2^24", 0 < n < 2**30 and 0 < k < 2**24
-    yield f"N is a multiple of {LANE_ROWS}", n % LANE_ROWS == 0
+    yield (
+        f"N is a multiple of {LANE_ROWS}, K of {K_STEPS * MX_BLOCK}",
+        n % LANE_ROWS == 0 and k % (K_STEPS * MX_BLOCK) == 0,
+    )
     for name in ("weight", "scale"):
         rows = getattr(a, name)
         yield f"{name} has K innermost", rows.shape[1] == 1 or rows.stride(1) == 1
         yield f"{name}'s rows are below 16 MB apart", row_stride(rows) < 2**24
-    yield "rows of weight are 8-byte aligned", aligned(a.weight, 8)
+    yield "rows of weight are 8-byte, of scale 4-byte aligned", aligned(a.weight, 8) and aligned(a.scale, K_STEPS)
     rows = gemm.activations(a.x)
     yield "rows of x have one stride, a multiple of 16 bytes below 32 MB", gemm.is_stride(rows.stride) and aligned(a.x)
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
 
 
-def _of(a) -> wave_split_k.Sizes:
-    return wave_split_k.Sizes(*_sizes(a), 16 * LANE_ROWS, 1, 1 / _in_byte(a))
+def _of(a, arch: Arch) -> wave_split_k.Sizes:
+    """Return the sizes; a slice's steps share a load of scales (kSteps there)."""
+    steps = 1 if arch.vendor == "nvidia" else 4 if rows_of(a.x) <= 16 else 2
+    return wave_split_k.Sizes(*_sizes(a), 16 * LANE_ROWS, steps, 1 / _in_byte(a), UNIT_BYTES_PER_US, overlap=True)
 
 
 def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
-    of = _of(a)
+    of = _of(a, arch)
     m, n, k = of[:3]
     if m == 0:
         return []
@@ -89,16 +96,16 @@ def _cases() -> Iterator[Case]:
         for m in (1, 7, 8, 9, 16):
             yield case(f"{name}-m{m}", m, 68, 1024)
         for m in (17, 33, 64):
-            yield case(f"{name}-m{m}", m, 132, 320)
+            yield case(f"{name}-m{m}", m, 132, 384)
         yield case(f"{name}-tiles", 5, 516, 1536)
         yield case(f"{name}-long-k", 2, 64, 8192)
-        yield case(f"{name}-one-group", 3, 4, 32)
+        yield case(f"{name}-shortest", 3, 4, 128)
         yield case(f"{name}-bias", (2, 3), 132, 512, bias=True)
         yield case(f"{name}-padded", 5, 80, 512, padding=64)
         yield case(f"{name}-scales-extreme", 9, 68, 256, extreme=True)
         yield case(f"{name}-scales-e8m0", 2, 36, 256, scale_dtype=torch.float8_e8m0fnu)
         yield case(f"{name}-spikes", 2, 64, 1280, spikes=True)
-        yield case(f"{name}-no-tokens", 0, 32, 64)
+        yield case(f"{name}-no-tokens", 0, 32, 128)
 
 
 def _inputs(form: str, tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
@@ -152,8 +159,8 @@ def numbers(weight: Tensor, scale: Tensor) -> Tensor:
     allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0])),
     contract=_contract,
     can_implement=_can_implement,
-    configs=lambda a, arch: wave_split_k.configs(_of(a), arch),
-    cost=lambda config, a, arch: wave_split_k.cost(config, _of(a), arch),
+    configs=lambda a, arch: wave_split_k.configs(_of(a, arch), arch),
+    cost=lambda config, a, arch: wave_split_k.cost(config, _of(a, arch), arch),
     plan=_plan,
     problem=lambda a: {**dict(zip("mnk", _sizes(a))), "bits": 8 // _in_byte(a)},
     cases=_cases,

@@ -1,24 +1,23 @@
 // bf16 tokens times MX weights: out = sum over groups of 32 K of scale * (a @ b^T), where b is [N, K] values of e4m3 or
 // e2m1, and scales are [N, K / 32] of e8m0. A step is a group: 32 K, 64 bytes of a token. A lane has eight values of each
-// of its adjacent rows; the tokens serve all of them.
+// of its adjacent rows; the tokens serve all of them. A wave reads all bytes of a row in a slice together, and its steps'
+// scales by one load: the rows' cache lines of all stages exceed L1, which would fetch them again for each step.
 #pragma once
 #include "device/mx_values.h"
 #include "gemm/skinny/tile_operands.h"
 
-template <class Value>
+template <class Value, int kSteps>  // of a slice: 1, 2 or 4
 struct Bf16Mx;
 
-template <class Value>
-struct TileOperands<Bf16Mx<Value>> : TileOperandsBase {
+template <class Value, int kSteps>
+struct TileOperands<Bf16Mx<Value, kSteps>> : TileOperandsBase {
   static constexpr bool kGrouped = true;
   static constexpr int kLaneRows = 4, kWords = Value::kWords, kStepBytes = 16 * kWords;
   static constexpr int kRows = kLaneRows * mma::kRows, kVec = mem::kPredicates ? 2 : 4;
   template <int kTiles>
-  static constexpr int kSliceSteps = 1;
+  static constexpr int kSliceSteps = kSteps;
   template <int kTiles>
-  static constexpr int kStages = mem::kPredicates ? 4
-                                 : kTiles == 1    ? 8
-                                                  : 4;
+  static constexpr int kStages = mem::kPredicates ? 4 : 2;
 
   struct Tile {
     mem::Cursor weights[mma::kLoads];
@@ -27,7 +26,7 @@ struct TileOperands<Bf16Mx<Value>> : TileOperandsBase {
   };
   struct Weights {
     u32 word[mma::kLoads][kLaneRows][kWords];
-    E8m0Scale::Loaded scale[mma::kLoads][kLaneRows];
+    u32 scales[mma::kLoads][kLaneRows];  // a byte for each step of a slice, in its first step
   };
   struct Sums {
     f32x4 value[kLaneRows];
@@ -55,8 +54,8 @@ struct TileOperands<Bf16Mx<Value>> : TileOperandsBase {
     }
     return tile;
   }
-  // inside: the lane's K are; so are all of a step's.
-  DEVICE static void refill(Weights& weights, const Tile& tile, const SkinnyProblem& p, int step, int /*in_slice*/,
+  // inside: the lane's K are; so are all of a slice's.
+  DEVICE static void refill(Weights& weights, const Tile& tile, const SkinnyProblem& p, int step, int in_slice,
                             bool inside, bool /*step_inside*/) {
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l)
@@ -66,26 +65,32 @@ struct TileOperands<Bf16Mx<Value>> : TileOperandsBase {
         const int at = step * kStepBytes + r * p.b_row;
         if constexpr (kWords == 1) four_bit::refill(word[0], tile.weights[l], at, inside);
         else four_bit::refill(word[0], word[1], tile.weights[l], at, inside);
-        weights.scale[l][r] = E8m0Scale::load_or_zero(tile.scales, tile.scales_at[l], r * p.scale_b_row + step, inside);
+        if (in_slice > 0) continue;
+        const int scales_at = tile.scales_at[l], from = r * p.scale_b_row + step;
+        u32& scales = weights.scales[l][r];
+        if constexpr (kSteps == 1) scales = mem::load_byte_or_zero(tile.scales, scales_at, from, inside);
+        else if constexpr (kSteps == 2) scales = mem::load_short_or_zero(tile.scales, scales_at, from, inside);
+        else scales = __builtin_bit_cast(u32, mem::load_float_or_zero(tile.scales, scales_at, from, inside));
       }
   }
 
   // Adds a slice's products times their groups' scales.
-  template <int kTiles, int kSteps>
+  template <int kTiles>
   DEVICE static void add(Sums (&sum)[kTiles], const Weights (&weights)[kSteps], const u32x4 (&tokens)[kSteps][kTiles]) {
-    static_assert(kSteps == 1);
-    in_order<kLaneRows>([&]<int kRow>() __attribute__((always_inline)) { add_rows<kRow>(sum, weights[0], tokens[0]); });
+    in_order<kSteps * kLaneRows>([&]<int i>() __attribute__((always_inline)) {
+      add_row<i / kLaneRows, i % kLaneRows>(sum, weights, tokens[i / kLaneRows]);
+    });
   }
 
-  // The same for row kRow of each lane.
-  template <int kRow, int kTiles>
-  DEVICE static void add_rows(Sums (&sum)[kTiles], const Weights& weights, const u32x4 (&tokens)[kTiles]) {
+  // The same for a step and row kRow of each lane.
+  template <int kStep, int kRow, int kTiles>
+  DEVICE static void add_row(Sums (&sum)[kTiles], const Weights (&weights)[kSteps], const u32x4 (&tokens)[kTiles]) {
     mma::Weights row;
     float scale[mma::kLoads];
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l) {
-      row.load[l] = Value::to_bf16(weights.word[l][kRow]);
-      scale[l] = E8m0Scale::value(weights.scale[l][kRow]);
+      row.load[l] = Value::to_bf16(weights[kStep].word[l][kRow]);
+      scale[l] = E8m0Scale::value(weights[0].scales[l][kRow] >> 8 * kStep & 255);
     }
     const f32x4 factor = {scale[four_bit::value_load(0)], scale[four_bit::value_load(1)],
                           scale[four_bit::value_load(2)], scale[four_bit::value_load(3)]};

@@ -22,7 +22,8 @@ SUM_ROUND_US = 0.3
 class Sizes(NamedTuple):
     """A product of bf16 tokens and grouped weights, and its kernel.
 
-    `rows` are a tile's, `steps_at_once` a slice's, and `weight_bytes` a value's.
+    `rows` are a tile's, `steps_at_once` a slice's, and `weight_bytes` a value's. A compute unit streams `unit_bytes_per_us`. Where blocks
+    overlap, a compute unit's blocks wait for memory and for each other at the same time.
     """
 
     m: int
@@ -31,6 +32,8 @@ class Sizes(NamedTuple):
     rows: int
     steps_at_once: int
     weight_bytes: float
+    unit_bytes_per_us: float = UNIT_BYTES_PER_US
+    overlap: bool = False
 
 
 def kernel_tokens(limits: tuple[int, ...], m: int) -> int:
@@ -63,13 +66,15 @@ def cost(config: SkinnyConfig, of: Sizes, arch: Arch) -> dict[str, float]:
     slices = tiles * config.split_k or config.blocks
     longest = -(-tiles * steps // (unit * slices)) * unit * STEP * config.rows * of.weight_bytes
     blocks = -(-config.blocks // arch.compute_units)
+    waiting = blocks if of.overlap else 1
     terms = {
-        "streaming": LATENCY_US + max(of.n * of.k * of.weight_bytes / hbm, blocks * longest / UNIT_BYTES_PER_US),
+        "streaming": LATENCY_US / waiting
+        + max(of.n * of.k * of.weight_bytes / hbm, blocks * longest / of.unit_bytes_per_us),
         "blocks": blocks * BLOCK_US,
     }
     if config.split_k != 1:
         of_tile, share = config.rows * of.m * 4, config.blocks / max(tiles, 1)
-        terms["sharing"] = SHARING_US + share / SUMMED_AT_ONCE * SUM_ROUND_US
+        terms["sharing"] = (SHARING_US + share / SUMMED_AT_ONCE * SUM_ROUND_US) / waiting
         terms["partials"] = 2 * config.blocks * of_tile / hbm
     return terms
 
