@@ -171,7 +171,8 @@ def mx_gemm(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
     """Compute x @ (scale * weight)^T + bias of an MX weight; kernels sum in float32 and scale the sums of groups.
 
     Args:
-        x: [..., K], bf16 or fp16, K innermost and a multiple of 32; rows may be strided. Kernels take bf16: 64 tokens, on NVIDIA 16.
+        x: [..., K], bf16 or fp16, K innermost and a multiple of 32; rows may be strided. Kernels take bf16, 64 tokens, on NVIDIA
+            16, and K a multiple of 128.
         weight: [N, K] of float8_e4m3fn, or [N, K / 2] of uint8: two e2m1 values in a byte, the first in its lower half. Without NaN,
             which is 480 on gfx942.
         scale: [N, K / 32], uint8 or float8_e8m0fnu: s for 2^(s - 127), 255 for NaN.
