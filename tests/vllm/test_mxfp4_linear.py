@@ -213,6 +213,16 @@ def test_vllm_chooses_the_baseline(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_has_the_op(make, kind):
+    """It is traced whole, with a choice or without."""
+    layer, kernel, exact = make(kind, Baseline)
+    x = random(2, FEW, K).bfloat16()
+    close(kernel.apply_weights(layer, x), x, exact)
+    run = torch.compile(lambda x: kernel.apply_weights(layer, x), backend="eager", fullgraph=True)
+    close(run(x), x, exact)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_fake_results_are_like_real_ones(make, kind):
     layer, kernel, _ = make(kind, Baseline)
     arguments = random(FEW, K).bfloat16(), layer.weight, layer.weight_scale, None, kernel.baseline_name

@@ -182,7 +182,6 @@ def kernel_around(emulation: type, of: linear_base.Table, name: str) -> type:
         def __init__(self, config):
             super().__init__(config)
             self.keep_baseline(config)
-            self.call = functools.partial(COMPARISON.call, self)
 
         def process_weights_after_loading(self, layer):
             weight, scale = layer.weight.data, layer.weight_scale.data
@@ -203,9 +202,10 @@ def kernel_around(emulation: type, of: linear_base.Table, name: str) -> type:
             given = x.reshape(-1, x.shape[-1]), layer.weight, layer.weight_scale, bias
             if self.baseline is None:
                 output = torch.ops.vllm_rocm_ops.mx_gemm(*given)
+            elif linear_base.baseline_serves(self, x):
+                output = COMPARISON.baseline(*given, self.baseline_name)
             else:
-                run = COMPARISON.baseline if linear_base.baseline_serves(self, x) else self.call
-                output = run(*given, self.baseline_name)
+                output = COMPARISON.call(self, *given, self.baseline_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
     Kernel.__name__ = Kernel.__qualname__ = name
