@@ -37,7 +37,7 @@ def test_every_quantization_that_an_engine_runs_is_on_the_page():
     assert run == {one.flavour for one in compatibility.formats.FORMATS if one.flavour}
 
 
-@pytest.mark.parametrize("name", ["MXFP4 linear layers", "INT4 with zero points"])
+@pytest.mark.parametrize("name", ["NVFP4", "INT4 with zero points"])
 def test_refused_quantizations_have_rows_in_the_table(name):
     rows = [row for row in table_below("Quantization and attention") if row[0] == name]
     assert rows and all(row[-1].startswith(("refused: ", "vLLM's kernel: ")) for row in rows)

@@ -427,16 +427,30 @@ MXFP8 = {
 }
 
 
-def test_gfx942_has_no_mx_fp8():
-    """vLLM has kernels of its own for it there, so no op of the plugin takes its layers."""
-    config = read("tiny-llama") | {"quantization_config": MXFP8["mxfp8"]}
-    assert {call.layer for call in calls(config, arch="gfx942")}.isdisjoint({"qkv", "o", "gate_up", "down"})
-    assert {launch.layer for launch, _ in model_layers.unserved(config, arch="gfx942")} == {
-        "qkv",
-        "o",
-        "gate_up",
-        "down",
-    }
+FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "symmetric": None}
+QUARK = {
+    "quant_method": "quark",
+    "global_quant_config": {
+        "weight": FP4 | {"is_dynamic": False},
+        "input_tensors": FP4 | {"is_dynamic": True},
+        "output_tensors": None,
+        "bias": None,
+    },
+    "export": {"kv_cache_group": [], "pack_method": "reorder"},
+    "layer_quant_config": {},
+    "layer_type_quant_config": {},
+    "exclude": ["lm_head"],
+}
+
+
+@pytest.mark.parametrize(("form", "written"), [("fp8", MXFP8["mxfp8"]), ("fp4", QUARK)])
+def test_gfx942_multiplies_bf16_by_mx_weights(form, written):
+    """It has no matrix instructions for MX formats."""
+    config = read("tiny-llama") | {"quantization_config": written}
+    by_layer = {call.layer: call for call in calls(config, arch="gfx942")}
+    assert by_layer["input norm"].op.name.endswith("rms_norm")
+    for layer in ("qkv", "o", "gate_up", "down"):
+        assert by_layer[layer].op is ops.mx_gemm and by_layer[layer].parameters[2] == form
 
 
 @pytest.mark.parametrize("name", MXFP8)

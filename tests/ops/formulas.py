@@ -254,6 +254,22 @@ def w4a16_gemm(before, after, outputs: tuple) -> Found:
     yield from product(left, numbers.t(), a.bias, out.reshape(len(left), out.shape[-1]))
 
 
+def of_mx(a) -> Tensor:
+    """Return the numbers of an MXFP8 or MXFP4 weight."""
+    return powers(a.weight, a.scale) if a.weight.is_floating_point() else of_four_bits(a.weight, a.scale)
+
+
+def mx_dequantize(before, after, outputs: tuple) -> Found:
+    wanted = of_mx(before)
+    yield "numbers", outputs[0].double(), wanted, rounded(wanted, torch.bfloat16)
+
+
+def mx_gemm(before, after, outputs: tuple) -> Found:
+    a, weight = before, of_mx(before)
+    left, out = exact(a.x).reshape(-1, a.x.shape[-1]), outputs[0]
+    yield from product(left, weight, a.bias, out.reshape(len(left), out.shape[-1]))
+
+
 def dequantize_int4(before, after, outputs: tuple) -> Found:
     a = before
     raw = a.quantized.contiguous().view(torch.uint8)
@@ -953,6 +969,8 @@ FORMULAS: dict[str, Callable[..., Found]] = {
     "scaled_mm_silu_and_mul_quant": scaled_mm_silu_and_mul_quant,
     "block_scaled_mm": block_scaled_mm,
     "mxfp8_scaled_mm": mxfp8_scaled_mm,
+    "mx_dequantize": mx_dequantize,
+    "mx_gemm": mx_gemm,
     "unquantized_gemm": unquantized_gemm,
     "w4a16_gemm": w4a16_gemm,
     "batched_gemm": batched_gemm,

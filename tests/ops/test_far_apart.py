@@ -51,6 +51,7 @@ BOUNDS = {
     **{the_op: {("gate", 1): 2**31} for the_op in large.ROWS if "gate" in the_op.Arguments._fields},
     ops.block_scaled_mm: {("a", 0): 2**25, ("b", 0): 2**25, ("scale_b", 0): 2**33},  # 2^31 scales
     ops.flash_attention: {(name, dimension): 2**25 for name in "kv" for dimension in (0, 1, 2)},  # 2^24 elements
+    ops.mx_gemm: {("x", 0): 2**25, ("weight", 0): 2**24, ("scale", 0): 2**24},
     ops.mxfp8_scaled_mm: {(name, 0): 2**24 for name in ("a", "b", "scale_a", "scale_b")},
     ops.router_gemm_topk: {("x", 0): 2**25, ("weight", 0): 2**25},
     ops.scaled_mm: {("a", 0): 2**25, ("b", 1): 2**25},

@@ -228,7 +228,12 @@ def layer_rows(names: tuple[str, ...], what: str, on_cpu: str, of: object = None
     by_arch = {arch: (selected(what, arch, of), *baseline(what, arch)) for arch in AMD}
     if len(set(by_arch.values())) == 1:
         return [(*names, "all", *by_arch[AMD[0]], on_cpu)]
-    rows = ((arch, *cells, on_cpu * (cells[0] == "selected")) for arch, cells in by_arch.items())
+    other = (
+        "not run" if of and of.without else on_cpu
+    )  # an engine has run the kernel for an arch that has what it needs
+    lacks = {arch for arch in AMD if of and of.needs and not getattr(archs.ARCHS[arch], of.needs)}
+    on_cpus = {arch: other if arch in lacks else on_cpu for arch in AMD}
+    rows = ((arch, *cells, on_cpus[arch] * (cells[0] == "selected")) for arch, cells in by_arch.items())
     return [(*names, *row) for row in rows]
 
 

@@ -62,6 +62,7 @@ class Format(NamedTuple):
         takes: The key of the quantized input that the plugin's kernel accepts.
         group: Its row in README's support matrix, by default its own.
         needs: What an architecture must have (core/arch.py).
+        without: The plugin's kernel for linear layers on the others.
         make: Makes vLLM's kernel for a layer.
         written_experts: The quant_methods of checkpoints with experts, by default as `written`.
     """
@@ -76,6 +77,7 @@ class Format(NamedTuple):
     takes: str = "no quantized input"
     group: str = ""
     needs: str = ""
+    without: str = ""
     make: Callable = kernel_by("init_fp8_linear_kernel")
     written_experts: str = ""
 
@@ -116,6 +118,7 @@ FORMATS = (
     Format(
         *("MXFP8", "mxfp8_scaled_mm", "mxfp8", "`mxfp8`, `modelopt`, `compressed-tensors`", "mxfp8", "mxfp8"),
         needs="block_scales",
+        without="RocmOpsMxfp8WeightLinear",
         make=kernel_by("init_mxfp8_linear_kernel"),
     ),
     Format(
@@ -131,6 +134,11 @@ FORMATS = (
         written_experts="`compressed-tensors`; `gptq` by `--quantization moe_wna16`",
     ),
     Format(
+        *("MXFP4 weights, emulated", "mx_gemm", "mxfp4", "`quark`, `mxfp4`, `compressed-tensors`"),
+        make=kernel_by("init_mxfp4_linear_kernel"),
+        group="MXFP4 linear layers",
+    ),
+    Format(
         *("MXFP4 experts, BF16 inputs", "fused_experts", "", "`mxfp4`", "mxfp4", "mxfp4_experts"),
     ),
 )
@@ -142,23 +150,8 @@ LINEARS = {one.linear: one for one in FORMATS if one.linear}
 """By the name in selection.csv."""
 
 
-FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "symmetric": None}
-QUARK = {
-    "quant_method": "quark",
-    "global_quant_config": {
-        "weight": FP4 | {"is_dynamic": False},
-        "input_tensors": FP4 | {"is_dynamic": True},
-        "output_tensors": None,
-        "bias": None,
-    },
-    "export": {"kv_cache_group": [], "pack_method": "reorder"},
-    "layer_quant_config": {},
-    "layer_type_quant_config": {},
-    "exclude": ["lm_head"],
-}
 NVFP4 = number("float", 4, "tensor_group", group_size=16)
 REFUSED = {
-    "MXFP4 linear layers": {"quark": QUARK},
     "NVFP4": {
         "modelopt": {
             "quant_method": "modelopt",
@@ -180,7 +173,6 @@ REFUSED = {
 }
 """Formats without a kernel -> quant_method -> a quantization_config."""
 TABLES_OF_REFUSED = {
-    "MXFP4 linear layers": "_POSSIBLE_MXFP4_KERNELS",
     "NVFP4": "_POSSIBLE_NVFP4_KERNELS",
     "FP8 weights, bf16 inputs": "_POSSIBLE_WFP8A16_KERNELS",
 }

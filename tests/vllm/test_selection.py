@@ -196,22 +196,22 @@ def test_nvidia_is_served_where_it_is_asked_for(selected, release):
             assert asked[what] == f"RocmOpsRouting{name}Experts holds TritonExperts as TRITON"
     for what in ("attention, named triton", "latent attention, named triton"):
         assert asked[what] == f"RocmOps{without[what]} holds {without[what]}"
-    for what in ("linear mxfp8", "experts mxfp8", "attention", "linear mxfp8, named emulation"):
+    for what in ("linear mxfp8", "linear mxfp4", "experts mxfp8", "attention", "linear mxfp8, named emulation"):
         assert asked[what] == without[what]
 
 
 @pytest.mark.parametrize("release", ASKED)
 @pytest.mark.parametrize(("arch", "aiter"), MACHINES)
 def test_linear_kernels_hold_vllms(selected, release, arch, aiter):
-    """They come first, hold vLLM's choice, and accept quantized input; gfx942 has no MX-FP8, and emulation is vLLM's."""
+    """They come first, hold vLLM's choice, and accept quantized input; on gfx942 MXFP8 layers' is 16-bit. Named emulation is vLLM's."""
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
-    seams = {op: name for name in seam.in_folder("linear") for op in seam.load(name).ops}
+    seams = {op: name for name in reversed(seam.in_folder("linear")) for op in seam.load(name).ops}
     for kind in (*formats.LINEARS, "static, named torch", "block, named triton"):
         one, what = formats.LINEARS[kind.partition(",")[0]], f"linear {kind}"
         name = "".join(map(str.capitalize, seams[one.op].split("_")))
         holds = f"RocmOps{name} holds {without[what].split()[0]} takes {one.takes}"
         if one.needs and not getattr(archs.ARCHS[arch], one.needs):
-            assert with_plugin[what] == without[what]
+            assert with_plugin[what] == f"{one.without} holds {without[what].split()[0]} takes no quantized input"
         elif " takes " in without[what]:
             assert with_plugin[what] == holds
         else:

@@ -9,6 +9,8 @@ from vllm_rocm_ops.ops.gemm import *
 from vllm_rocm_ops.ops.mla_decode import *
 from vllm_rocm_ops.ops.mla_norm_rope_and_cache import *
 from vllm_rocm_ops.ops.moe_routing import *
+from vllm_rocm_ops.ops.mx_dequantize import *
+from vllm_rocm_ops.ops.mx_gemm import *
 from vllm_rocm_ops.ops.mxfp8_scaled_mm import *
 from vllm_rocm_ops.ops.paged_attention_decode import *
 from vllm_rocm_ops.ops.qk_norm_rope_and_cache import *

@@ -13,24 +13,16 @@ from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import int4_numbers, packed_bits
 from vllm_rocm_ops.core.tensors import aligned, describe, row_stride, rows_of
-from vllm_rocm_ops.ops.shared import gemm, skinny_gemm
+from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, wave_split_k
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
+from vllm_rocm_ops.ops.shared.wave_split_k import STEP, WAVES, kernel_tokens
 
 __all__ = ["w4a16_gemm"]
 
 IN_WORD = 8  # output channels
-STEP = 32  # along K: 64 bytes of a token
-WAVES = 4  # per block, which split K
 TOKENS = {"amd": (16, 32, 64), "nvidia": (8, 16)}  # limits of kernels
 WIDE_GROUP = 64  # from here on a scale serves two steps
-
-# The cost model: weight bytes per microsecond of a compute unit, and microseconds, as timing/ predicts them for Llama-3.3-70B's layers
-# and one token on MI300X.
-UNIT_BYTES_PER_US = 13e3
-LATENCY_US, SHARING_US, BLOCK_US = 2.0, 3.0, 1.3
-SUMMED_AT_ONCE = 2  # partial sums that a block loads at once (kBlocksAtOnce of csrc/gemm/skinny/epilogue.h)
-SUM_ROUND_US = 0.3
 
 
 def _sizes(a) -> tuple[int, int, int]:
@@ -77,73 +69,30 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
 
 
-def _kernel_tokens(a, arch: Arch) -> int:
-    """Return the token limit of the smallest kernel, or of the largest."""
-    limits = TOKENS[arch.vendor]
-    return next((tokens for tokens in limits if tokens >= rows_of(a.x)), limits[-1])
-
-
-def _rows(a, arch: Arch) -> int:
-    """Return the rows of a tile: 16 times one or two words (kRows of csrc/gemm/skinny/int4_weights.h)."""
-    return 16 * IN_WORD * (2 if arch.vendor == "amd" and _kernel_tokens(a, arch) <= 32 else 1)
-
-
-def _steps_at_once(a, arch: Arch) -> int:
-    """Return the steps of a slice (kSliceSteps there), which share a scale."""
-    return 2 if arch.vendor == "nvidia" and _group(a) >= WIDE_GROUP else 1
-
-
-def _division(config: SkinnyConfig, a, arch: Arch) -> tuple[int, int, int]:
-    """Return the tiles, the steps per tile, and the steps per unit, a slice per wave; a block has whole units."""
-    _, n, k = _sizes(a)
-    unit, split_k = WAVES * _steps_at_once(a, arch), config.split_k or 1
-    of_slice = -(-k // (STEP * unit * split_k)) * unit
-    return -(-n // config.rows), of_slice * split_k, of_slice if config.split_k else unit
-
-
-def _configs(a, arch: Arch) -> list[SkinnyConfig]:
-    """Return whole tiles, split-K and stream-K for a half to four blocks per compute unit."""
-    rows = _rows(a, arch)
-    tiles, steps, unit = _division(SkinnyConfig(rows, 0, 1), a, arch)
-    most, units = steps // unit, arch.compute_units
-    resident = [units * i for i in range(1, skinny_gemm.MAX_RESIDENT + 1)]
-    splits = sorted({min(max(count // max(tiles, 1), 1), most) for count in (units // 4, units // 2, *resident)})
-    found = [SkinnyConfig(rows, split_k, tiles * split_k) for split_k in splits]
-    found += [SkinnyConfig(rows, 0, min(count, tiles * most)) for count in resident]
-    return list(dict.fromkeys(found))
-
-
-def _cost(config: SkinnyConfig, a, arch: Arch) -> dict[str, float]:
-    """Return the modeled microseconds of the busiest compute unit; blocks that share tiles add a synchronization and partial sums."""
-    (m, n, k), (tiles, steps, unit) = _sizes(a), _division(config, a, arch)
-    hbm = arch.bandwidth_gb_s * 1e3
-    slices = tiles * config.split_k or config.blocks
-    longest = -(-tiles * steps // (unit * slices)) * unit * STEP * config.rows / 2
-    blocks = -(-config.blocks // arch.compute_units)
-    terms = {
-        "streaming": LATENCY_US + max(n * k / 2 / hbm, blocks * longest / UNIT_BYTES_PER_US),
-        "blocks": blocks * BLOCK_US,
-    }
-    if config.split_k != 1:
-        of_tile, share = config.rows * m * 4, config.blocks / max(tiles, 1)
-        terms["sharing"] = SHARING_US + share / SUMMED_AT_ONCE * SUM_ROUND_US
-        terms["partials"] = 2 * config.blocks * of_tile / hbm
-    return terms
+def _of(a, arch: Arch) -> wave_split_k.Sizes:
+    """Return the sizes: a tile has 16 times one or two words of rows (kRows of csrc/gemm/skinny/int4_weights.h)."""
+    m, n, k = _sizes(a)
+    words = 2 if arch.vendor == "amd" and kernel_tokens(TOKENS["amd"], m) <= 32 else 1
+    steps_at_once = (
+        2 if arch.vendor == "nvidia" and _group(a) >= WIDE_GROUP else 1
+    )  # kSliceSteps there, which share a scale
+    return wave_split_k.Sizes(m, n, k, 16 * IN_WORD * words, steps_at_once, 0.5)
 
 
 def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
-    m, n, k = _sizes(a)
+    of = _of(a, arch)
+    m, n, k = of[:3]
     if m == 0:
         return []
-    tokens, division = _kernel_tokens(a, arch), _division(config, a, arch)
+    tokens = kernel_tokens(TOKENS[arch.vendor], m)
     weight = gemm.Operand(a.weight, n, 2 * k, row_stride(a.weight) * a.weight.element_size())
     product = gemm.Product(out, gemm.activations(a.x), weight, scale_b=(a.scale, row_stride(a.scale)), bias=a.bias)
-    partial_bytes = 0 if config.split_k == 1 else config.blocks * 2 * config.rows * tokens * 4
-    args = skinny_gemm.arguments(product, division, config.blocks, partial_bytes)
+    partials = wave_split_k.partial_bytes(config, tokens)
+    args = skinny_gemm.arguments(product, wave_split_k.division(config, of), config.blocks, partials)
     args["k"] = 2 * k  # bytes of a token
     group = _group(a)
     args["group_shift"] = 31 if group == k else (group // STEP).bit_length() - 1
-    symbol = f"w4a16_gemm_{STEP * _steps_at_once(a, arch)}_wave_splitk_{tokens}"
+    symbol = f"w4a16_gemm_{STEP * of.steps_at_once}_wave_splitk_{tokens}"
     grid, block = (config.blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1)
     return [Launch("w4a16_gemm", symbol, grid, block, fields("problem", args))]
 
@@ -197,8 +146,8 @@ def _linear(tokens: int, inputs: Inputs, n: int, k: int, group: int, *has_bias: 
     allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], IN_WORD * a.weight.shape[1])),
     contract=_contract,
     can_implement=_can_implement,
-    configs=_configs,
-    cost=_cost,
+    configs=lambda a, arch: wave_split_k.configs(_of(a, arch), arch),
+    cost=lambda config, a, arch: wave_split_k.cost(config, _of(a, arch), arch),
     plan=_plan,
     problem=lambda a: {**dict(zip("mnk", _sizes(a))), "group": _group(a)},
     cases=_cases,

@@ -13,7 +13,7 @@ from vllm_rocm_ops.tools.bench import shapes
 from vllm_rocm_ops.tools.bench.attention import attention
 from vllm_rocm_ops.tools.bench.decode_attention import decode_attention
 from vllm_rocm_ops.tools.bench.experts import experts, four_bit_experts
-from vllm_rocm_ops.tools.bench.four_bit import four_bit
+from vllm_rocm_ops.tools.bench.four_bit import four_bit, mx
 from vllm_rocm_ops.tools.bench.gated_delta_net import gated_delta_net
 from vllm_rocm_ops.tools.bench.gemm_dtypes import gemm_dtypes
 
@@ -24,6 +24,7 @@ LISTS: dict[str, Callable[..., Iterable[shapes.Shape]]] = {
     "linear": shapes.gemm,
     "linear-shuffled": functools.partial(shapes.gemm, shuffled=True),
     "linear-four-bit": four_bit,
+    "linear-mx": mx,
     "gemm-dtypes": gemm_dtypes,
     "routing": shapes.routing,
     "gates": shapes.gates,
@@ -41,6 +42,7 @@ KINDS = {
     "rows": "ops",
     "linear": "gemm",
     "linear-four-bit": "four-bit",
+    "linear-mx": "mx",
     "gemm-dtypes": "products",
 }  # kinds of results that differ from the list's name
 

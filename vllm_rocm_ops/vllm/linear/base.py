@@ -96,10 +96,11 @@ class Table:
         return compat.choose_linear_kernel(config, self.kernels(), self.quantization)
 
     def seam(self, *comparisons: "Linear", install: Callable[[], None], **options) -> seam.Seam:
-        """Return the seam that inserts a kernel, named after the torch op of its first comparison."""
+        """Return the seam that inserts a kernel, by default named after the torch op of its first comparison."""
         given = {"probe": self.probe, "comparisons": comparisons, "ops": tuple(one.op.name for one in comparisons)}
         first = f"the first row of {self.name}"
-        return seam.Seam(comparisons[0].run.__name__, first, install=install, **{**given, **options})
+        given |= {"name": comparisons[0].run.__name__, "replaces": first, "install": install}
+        return seam.Seam(**{**given, **options})
 
 
 class HasBaseline:

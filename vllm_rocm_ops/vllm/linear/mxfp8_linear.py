@@ -1,7 +1,8 @@
 """Run MX-FP8 linear layers (e4m3fn with one e8m0 scale per 32 of K) by `mxfp8_scaled_mm` where it is faster.
 
 On ROCm only gfx950 has matrix instructions for this format. There vLLM's kernel serves all other calls
-(base.py) and prepares the weight. A prepared weight may have one scale per 32 rows, which the op reads too.
+(base.py) and prepares the weight. A prepared weight may have one scale per 32 rows, which the op reads too. gfx942 multiplies bf16
+inputs (mx_weights.py).
 
 vLLM's op quantizes the input before either, where a compiled graph shows it to rewrite.py. vLLM's kernel quantizes
 inside. Given `Rows`, it skips that.
@@ -20,6 +21,7 @@ from vllm_rocm_ops.core.op import define
 from vllm_rocm_ops.core.quantization import MX
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.linear import mx_weights
 
 MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 GROUP = 32
@@ -116,12 +118,19 @@ def _fake(a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
 define(mxfp8_linear, _fake)
 
 
+def emulation() -> type:
+    """Return vLLM's emulating kernel."""
+    from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
+
+    return EmulationMxfp8LinearKernel
+
+
 def probe() -> None:
     """Raise `Unavailable` unless vLLM's MX-FP8 kernels and quantization are as expected."""
     from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils
 
-    TABLE.probe()
+    mx_weights.probe(emulation(), TABLE)
     seam.require(mxfp8_utils.MXFP8_BLOCK_SIZE == GROUP, f"groups of {GROUP}")
     seam.require(hasattr(torch.ops.vllm, "mxfp8_quantize"), "torch.ops.vllm.mxfp8_quantize")
     within = inspect.unwrap(getattr(rocm_native, "mxfp8_e4m3_quantize", None))
@@ -130,7 +139,7 @@ def probe() -> None:
 
 
 def install() -> None:
-    """Insert the plugin's kernel first in vLLM's table."""
+    """Insert the plugin's kernels first in vLLM's table."""
     from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
     from vllm.model_executor.utils import replace_parameter
     from vllm.platforms import current_platform
@@ -188,7 +197,16 @@ def install() -> None:
                 output = COMPARISON.call(self, a, scale_a, weight, weight_scale, bias, x.dtype, self.baseline_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
-    linear_base.register_first(RocmOpsMxfp8Linear, TABLE.kernels())
+    of_weights = mx_weights.kernel_around(emulation(), TABLE, "RocmOpsMxfp8WeightLinear")
+    for kernel in (of_weights, RocmOpsMxfp8Linear):
+        linear_base.register_first(kernel, TABLE.kernels())
 
 
-SEAM = TABLE.seam(COMPARISON, install=install, probe=probe, platforms=("rocm", "cpu"))
+SEAM = TABLE.seam(
+    COMPARISON,
+    mx_weights.COMPARISON,
+    install=install,
+    probe=probe,
+    platforms=("rocm", "cpu"),
+    ops=(COMPARISON.op.name, *mx_weights.OPS),
+)

@@ -70,10 +70,10 @@ def define_missing_op() -> None:
 
 
 def amd(arch: str, aiter: bool) -> None:
-    """Fake a ROCm machine in torch with triton_kernels, and ROCm as vLLM's platform; with `aiter` that it is installed."""
+    """Fake a ROCm machine in torch with triton_kernels and Quark, and ROCm as vLLM's platform; with `aiter` that it is installed."""
     import torch
 
-    sys.meta_path.insert(0, Pretended("triton_kernels"))
+    sys.meta_path.insert(0, Pretended("triton_kernels", "quark"))
     if aiter:
         sys.meta_path.insert(0, Pretended("aiter"))
     device = types.SimpleNamespace(

@@ -92,6 +92,7 @@ BASELINES: dict[str, dict[str, Baseline]] = {
         "vllm triton": Baseline(gemm.triton_w4a16, is_there=_has_vllm),
         "vllm marlin": Baseline(gemm.marlin_w4a16, gemm.marlin_weights, _has_vllm),
     },
+    "mx_gemm": {"bf16 copy": Baseline(gemm.linear, gemm.bf16_copy)},
     "unquantized_gemm": {"vllm rocm": Baseline(gemm.rocm_unquantized, is_there=_has_vllm_rocm)},
     "flash_attention": {
         "torch": Baseline(attention.torch_dense, shapes=ATTENTION),
@@ -111,7 +112,8 @@ BASELINES: dict[str, dict[str, Baseline]] = {
         "vllm triton": Baseline(gated_delta_net.call, gated_delta_net.prepare, _has_vllm, GATED_DELTA_NET),
     },
 }
-NOT_PYTORCHS = (  # ops whose PyTorch reference is not a baseline: two loop over experts or requests
+NOT_PYTORCHS = (  # ops whose PyTorch reference is not a baseline: two loop over experts or requests, one sums in float64
+    "mx_gemm",
     "router_gemm_topk",
     "scaled_mm_silu_and_mul_quant",
     "fused_experts",

@@ -153,6 +153,16 @@ def marlin_w4a16(kernel, layer, x, bias):
     return kernel.apply_weights(layer, x, bias)
 
 
+def bf16_copy(x, weight, scale, bias=None):
+    """Return the arguments with a weight in bf16, as vLLM copies MX weights for its emulation."""
+    return x, ops.mx_dequantize(weight, scale), bias
+
+
+def linear(x, weight, bias):
+    """Call PyTorch's linear layer."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 def rocm_unquantized(x, weight, bias=None):
     """Call vLLM's unquantized linear op for ROCm."""
     importlib.import_module("vllm.model_executor.layers.utils")

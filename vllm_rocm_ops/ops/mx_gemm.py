@@ -1,0 +1,188 @@
+"""Multiply bf16 activations and MXFP8 or MXFP4 weights; kernels: csrc/ops/mx_gemm.hip."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops.core.arch import Arch
+from vllm_rocm_ops.core.launch import Launch, fields
+from vllm_rocm_ops.core.op import Case, Op, case_maker
+from vllm_rocm_ops.core.quantization import MX_BLOCK, MX_SCALES, e8m0_numbers, fp4_numbers, packed_bits
+from vllm_rocm_ops.core.tensors import aligned, describe, row_stride, rows_of
+from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, wave_split_k
+from vllm_rocm_ops.ops.shared.inputs import Inputs
+from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
+from vllm_rocm_ops.ops.shared.wave_split_k import WAVES, kernel_tokens
+
+__all__ = ["mx_gemm"]
+
+FORMATS = {torch.float8_e4m3fn: "fp8", torch.uint8: "fp4"}
+TOKENS = {"amd": (16, 64), "nvidia": (8, 16)}  # limits of kernels
+K_STEPS = 4  # whose scales one load has
+UNIT_BYTES_PER_US = 22e3  # as timing/ predicts it on MI300X
+LANE_ROWS = 4  # adjacent rows of a lane (kLaneRows of csrc/gemm/skinny/mx_weights.h); a tile has 16 lanes' rows
+
+
+def _in_byte(a) -> int:
+    """Return the values in a byte of the weight."""
+    return 1 if a.weight.dtype == torch.float8_e4m3fn else 2
+
+
+def _sizes(a) -> tuple[int, int, int]:
+    """Return M, N and K."""
+    return rows_of(a.x), a.weight.shape[0], a.x.shape[-1]
+
+
+def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
+    holds = a.x.dim() >= 1 and a.x.dtype in gemm.HALVES and a.x.shape[-1] % MX_BLOCK == 0
+    yield "x", f"bfloat16 or float16 [..., K a multiple of {MX_BLOCK}]", describe(a.x), holds
+    k = a.x.shape[-1]
+    holds = a.weight.dim() == 2 and a.weight.dtype in FORMATS and a.weight.shape[1] * _in_byte(a) == k
+    yield "weight", f"float8_e4m3fn [N, K={k}] or uint8 [N, K / 2]", describe(a.weight), holds
+    n = a.weight.shape[0]
+    holds = a.scale.dtype in MX_SCALES and a.scale.shape == (n, k // MX_BLOCK)
+    yield "scale", f"uint8 or float8_e8m0fnu [N={n}, K / {MX_BLOCK}]", describe(a.scale), holds
+    yield from gemm.bias_contract(a.bias, n, a.x.dtype)
+
+
+def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
+    (m, n, k), most = _sizes(a), TOKENS[arch.vendor][-1]
+    yield "x is bfloat16", a.x.dtype == torch.bfloat16
+    yield f"M is at most {most} on {arch.vendor.upper()}", m <= most
+    yield "N and K are at least 1, N below 2^30, K below 2^24", 0 < n < 2**30 and 0 < k < 2**24
+    yield (
+        f"N is a multiple of {LANE_ROWS}, K of {K_STEPS * MX_BLOCK}",
+        n % LANE_ROWS == 0 and k % (K_STEPS * MX_BLOCK) == 0,
+    )
+    for name in ("weight", "scale"):
+        rows = getattr(a, name)
+        yield f"{name} has K innermost", rows.shape[1] == 1 or rows.stride(1) == 1
+        yield f"{name}'s rows are below 16 MB apart", row_stride(rows) < 2**24
+    yield "rows of weight are 8-byte, of scale 4-byte aligned", aligned(a.weight, 8) and aligned(a.scale, K_STEPS)
+    rows = gemm.activations(a.x)
+    yield "rows of x have one stride, a multiple of 16 bytes below 32 MB", gemm.is_stride(rows.stride) and aligned(a.x)
+    yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
+
+
+def _of(a, arch: Arch) -> wave_split_k.Sizes:
+    """Return the sizes; a slice's steps share a load of scales (kSteps there)."""
+    steps = 1 if arch.vendor == "nvidia" else 4 if rows_of(a.x) <= 16 else 2
+    return wave_split_k.Sizes(*_sizes(a), 16 * LANE_ROWS, steps, 1 / _in_byte(a), UNIT_BYTES_PER_US, overlap=True)
+
+
+def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
+    of = _of(a, arch)
+    m, n, k = of[:3]
+    if m == 0:
+        return []
+    tokens = kernel_tokens(TOKENS[arch.vendor], m)
+    weight = gemm.Operand(a.weight, n, 2 * k, row_stride(a.weight))
+    product = gemm.Product(out, gemm.activations(a.x), weight, scale_b=(a.scale, row_stride(a.scale)), bias=a.bias)
+    partials = wave_split_k.partial_bytes(config, tokens)
+    args = skinny_gemm.arguments(product, wave_split_k.division(config, of), config.blocks, partials)
+    symbol = f"mx_gemm_{FORMATS[a.weight.dtype]}_wave_splitk_{tokens}"
+    grid, block = (config.blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1)
+    return [Launch("mx_gemm", symbol, grid, block, fields("problem", args))]
+
+
+def _cases() -> Iterator[Case]:
+    """Yield every instance, tiles shared by few and many blocks, odd sizes, tails of K, strides, and hard scales."""
+    for name in FORMATS.values():
+        case = case_maker(functools.partial(_inputs, name))
+        for m in (1, 7, 8, 9, 16):
+            yield case(f"{name}-m{m}", m, 68, 1024)
+        for m in (17, 33, 64):
+            yield case(f"{name}-m{m}", m, 132, 384)
+        yield case(f"{name}-tiles", 5, 516, 1536)
+        yield case(f"{name}-long-k", 2, 64, 8192)
+        yield case(f"{name}-shortest", 3, 4, 128)
+        yield case(f"{name}-bias", (2, 3), 132, 512, bias=True)
+        yield case(f"{name}-padded", 5, 80, 512, padding=64)
+        yield case(f"{name}-scales-extreme", 9, 68, 256, extreme=True)
+        yield case(f"{name}-scales-e8m0", 2, 36, 256, scale_dtype=torch.float8_e8m0fnu)
+        yield case(f"{name}-spikes", 2, 64, 1280, spikes=True)
+        yield case(f"{name}-no-tokens", 0, 32, 128)
+
+
+def _inputs(form: str, tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
+    padding, dtype = given.get("padding", 0), given.get("dtype", torch.bfloat16)
+    x = torch.randn(*(tokens if isinstance(tokens, tuple) else (tokens,)), k, generator=generator)
+    if given.get("spikes"):
+        x = x * 0.01
+        x[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
+    if given.get("extreme"):
+        x = x * 2.0**-6
+    x = gemm.padded(x, padding).to(dtype).to(device)[..., :k]
+    weight = drawn_weight(form, n, k, given, device, generator)
+    bias = torch.randn(n, generator=generator).to(dtype).to(device) if given.get("bias") else None
+    return x, *weight, bias
+
+
+def drawn_weight(
+    form: str, n: int, k: int, given: dict, device: str, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return a case's weight of this format, "fp8" or "fp4", and its scales, with all values but NaN."""
+    padding = given.get("padding", 0)
+    bits = torch.randint(0, 256, (n, k + 2 * padding), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(120, 134, (n, k // MX_BLOCK + padding), generator=generator, dtype=torch.uint8)
+    if given.get("extreme"):  # the smallest, a subnormal, the largest, and NaN
+        scale[:, 0], scale[:, 1], scale[0, 2], scale[1, 2], scale[2, -1] = 0, 1, 254, 255, 255
+    if form == "fp8":
+        bits[bits & 127 == 127] -= 1
+        weight = bits.view(torch.float8_e4m3fn).to(device)[:, :k]
+    else:
+        weight = packed_bits(bits & 15).to(device)[:, : k // 2]
+    return weight, scale.view(given.get("scale_dtype", torch.uint8)).to(device)[:, : k // MX_BLOCK]
+
+
+def _linear(tokens: int, inputs: Inputs, n: int, k: int, form: str, *has_bias: bool) -> tuple:
+    """Return a layer's arguments with weights of this format, "fp8" or "fp4"."""
+    if form == "fp8":
+        weight = inputs.values(n, k, dtype=torch.float8_e4m3fn)
+    else:
+        weight = ((inputs.scales(n, k // 2) - 1.0) * 256).to(torch.uint8)
+    return inputs.values(tokens, k), weight, inputs.exponents(n, k // MX_BLOCK), *(inputs.values(n) for _ in has_bias)
+
+
+def numbers(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return the exact float64 numbers [N, K] of a weight with scales [N, K / 32]."""
+    values = weight.to(torch.float64) if weight.dtype == torch.float8_e4m3fn else fp4_numbers(weight)
+    return values * e8m0_numbers(scale).repeat_interleave(MX_BLOCK, 1)
+
+
+@functools.partial(
+    Op,
+    allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0])),
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=lambda a, arch: wave_split_k.configs(_of(a, arch), arch),
+    cost=lambda config, a, arch: wave_split_k.cost(config, _of(a, arch), arch),
+    plan=_plan,
+    problem=lambda a: {**dict(zip("mnk", _sizes(a))), "bits": 8 // _in_byte(a)},
+    cases=_cases,
+    sums=True,
+    linear=_linear,
+)
+def mx_gemm(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute x @ (scale * weight)^T + bias of an MX weight; kernels sum in float32 and scale the sums of groups.
+
+    Args:
+        x: [..., K], bf16 or fp16, K innermost and a multiple of 32; rows may be strided. Kernels take bf16, 64 tokens, on NVIDIA
+            16, and K a multiple of 128.
+        weight: [N, K] of float8_e4m3fn, or [N, K / 2] of uint8: two e2m1 values in a byte, the first in its lower half. Without NaN,
+            which is 480 on gfx942.
+        scale: [N, K / 32], uint8 or float8_e8m0fnu: s for 2^(s - 127), 255 for NaN.
+        bias: [N], x's dtype, or None.
+
+    Returns:
+        [..., N], x's dtype.
+
+    Source:
+        vLLM's MXFP8 and MXFP4 linear layers, which its emulation computes from dequantized weights.
+    """
+    product = x.to(torch.float64) @ numbers(weight, scale).t()
+    return (product if bias is None else product + bias.to(torch.float64)).to(x.dtype)

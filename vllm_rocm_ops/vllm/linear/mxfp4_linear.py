@@ -1,0 +1,30 @@
+"""Run linear layers of MXFP4 weights (E2M1 with one E8M0 scale per 32 of K) that vLLM emulates by `mx_gemm`, see mx_weights.py."""
+
+from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.linear import mx_weights
+
+TABLE = linear_base.Table(
+    *("_POSSIBLE_MXFP4_KERNELS", "mxfp4", "mxfp4.base.MxFp4LinearKernel", "config"), methods={"__init__": ("config",)}
+)
+
+
+def emulation() -> type:
+    """Return vLLM's emulating kernel."""
+    from vllm.model_executor.kernels.linear.mxfp4.emulation import EmulationMxfp4LinearKernel
+
+    return EmulationMxfp4LinearKernel
+
+
+def install() -> None:
+    """Insert the plugin's kernel first in vLLM's table."""
+    linear_base.register_first(mx_weights.kernel_around(emulation(), TABLE, "RocmOpsMxfp4Linear"), TABLE.kernels())
+
+
+SEAM = TABLE.seam(
+    mx_weights.COMPARISON,
+    install=install,
+    probe=lambda: mx_weights.probe(emulation(), TABLE),
+    platforms=("rocm", "cpu"),
+    name="mxfp4_linear",
+    ops=mx_weights.OPS,
+)
