@@ -64,7 +64,10 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"triton_poi_fused_add_clone_copy_\w*neg\w*": Launch(Q, INDUCTOR),
         r"triton_poi_fused_add_clone_expand_\w*neg\w*": Launch(K_PE, INDUCTOR),
     },
-    EXPERTS: {r"fused_experts_(gate_up|down)_\w+": Launch(EXPERTS, PLUGIN), r"fused_moe_kernel": Launch(EXPERTS, VLLM)},
+    EXPERTS: {
+        r"fused_experts_(tiled_)?(gate_up|down)_\w+": Launch(EXPERTS, PLUGIN),
+        r"fused_moe_kernel": Launch(EXPERTS, VLLM),
+    },
     NORMS: {
         r"(fused_add_)?(sum_)?rms_norm_\w+": Launch(NORM, PLUGIN),
         r"silu_and_mul_\w+": Launch(SWIGLU, PLUGIN),
@@ -88,7 +91,8 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
     "experts: routing, sorting, sums, quantization": {
         r"(moe|router_gemm)_topk_\w+": Launch(TOP_K, PLUGIN),
         r"fused_experts_quantize_\w+": Launch("experts: SwiGLU, quantization", PLUGIN),
-        r"fused_experts_sum_\w+": Launch("experts: sum", PLUGIN),
+        r"fused_experts_sum_\w+|fused_experts_tiled_combine": Launch("experts: sum", PLUGIN),
+        r"fused_experts_tiled_sort_\w+": Launch("experts: sort", PLUGIN),
         r"void vllm::moe::(topkGating|grouped_topk_\w+)<.*": Launch(TOP_K, VLLM),
         r"void vllm::moe::(moe_align_block_size|count_and_sort_expert_tokens)_kernel<.*": Launch("experts: sort", VLLM),
         r"void vllm::moe::moe_sum_\w+<.*": Launch("experts: sum", VLLM),

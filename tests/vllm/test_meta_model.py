@@ -40,7 +40,7 @@ WANTED = {
         "experts": ("fused_experts", (64, 64, 6, 2560, 1536, "block"), 27), "routing": ("FusedTopKBiasRouter", (64, 6, True, 1, 1, "softmax", 1.0, True), 27),
     }),
     "gpt-oss-20b": (2, {
-        "qkv": ("unquantized_gemm", (2560, 2880, True), 24), "attention": ("sink", (), 24),
+        "qkv": ("unquantized_gemm", (2560, 2880, True), 24), "attention": ("paged_attention_decode", (32, 4, 64, 131072, True), 24),
         "experts": ("fused_experts", (32, 32, 4, 3072, 1536, "mxfp4", False, True, 7.0, 1.702, 1.0, True), 24), "routing": ("topk_softmax", (32, 4, True), 24),
     }),
     "gpt-oss-120b": (1, {
