@@ -267,7 +267,7 @@ def measure(
                 warn_broken(f"{choice.key.call}, {tokens} tokens", error)
                 continue
             except Exception as error:  # noqa: BLE001  the other shapes are still timed
-                why = f"{str(error).partition(chr(10))[0]} ({choice.key.call}, {tokens} tokens)"
+                why = f"{' '.join(str(error).split())[:500]} ({choice.key.call}, {tokens} tokens)"
                 if isinstance(error, Mismatch):
                     record.off[op] = why
                     break
