@@ -269,7 +269,7 @@ def test_calls_go_to_the_protocol_of_their_size():
     assert reduce.unsupported(None, many) == "the kernels require that input has at most 2097152 values (4 MiB)"
     wide = torch.empty(9, 16392, dtype=torch.bfloat16)
     assert "hidden is at most 16384" in reduce.unsupported(None, wide)
-    half = torch.empty(5, 16384, dtype=torch.float16)
-    assert reduce.unsupported(None, half) == "the kernels require that more than 65536 values are bfloat16"
+    half = torch.empty(17, 16384, dtype=torch.float16)
+    assert reduce.unsupported(None, half) == "the kernels require that more than 262144 values are bfloat16"
     padded = torch.empty(4000, 520, dtype=torch.bfloat16)
     assert "its rows fit in 10485760 bytes of an inbox" in reduce.unsupported(None, padded)

@@ -31,6 +31,7 @@ NEVER: dict[op.Op, set[str]] = {
     ops.silu_and_mul_with_clamp_per_token_quant: {"torch.float8_e4m3fn"},  # a scale is a 448th of a largest result
     ops.silu_and_mul_with_clamp_per_block_quant: {"torch.float8_e4m3fn"},
     ops.silu_and_mul_with_expert_gate_per_token_quant: {"torch.float8_e4m3fn"},
+    ops.mx_dequantize: {"torch.bfloat16"},  # four bits by a power of two
     ops.gated_delta_net_decode: {"torch.float8_e4m3fn"},  # divided by the root of a mean
 }
 """Types of results that are never exact, so that none is a tie: with --full all calls show it."""
