@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
-from vllm_rocm_ops.core.launch import Launch, fields
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import MX_BLOCK, MX_SCALES, e8m0_numbers, fp4_numbers, packed_bits
 from vllm_rocm_ops.core.tensors import aligned, describe, row_stride, rows_of
-from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, wave_split_k
+from vllm_rocm_ops.ops.shared import gemm, wave_split_k
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
-from vllm_rocm_ops.ops.shared.wave_split_k import WAVES, kernel_tokens
 
 __all__ = ["mx_gemm"]
 
@@ -63,9 +62,7 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         yield f"{name} has K innermost", rows.shape[1] == 1 or rows.stride(1) == 1
         yield f"{name}'s rows are below 16 MB apart", row_stride(rows) < 2**24
     yield "rows of weight are 8-byte, of scale 4-byte aligned", aligned(a.weight, 8) and aligned(a.scale, K_STEPS)
-    rows = gemm.activations(a.x)
-    yield "rows of x have one stride, a multiple of 16 bytes below 32 MB", gemm.is_stride(rows.stride) and aligned(a.x)
-    yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
+    yield from wave_split_k.rules(a)
 
 
 def _of(a, arch: Arch) -> wave_split_k.Sizes:
@@ -79,14 +76,10 @@ def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     m, n, k = of[:3]
     if m == 0:
         return []
-    tokens = kernel_tokens(TOKENS[arch.vendor], m)
     weight = gemm.Operand(a.weight, n, 2 * k, row_stride(a.weight))
     product = gemm.Product(out, gemm.activations(a.x), weight, scale_b=(a.scale, row_stride(a.scale)), bias=a.bias)
-    partials = wave_split_k.partial_bytes(config, tokens)
-    args = skinny_gemm.arguments(product, wave_split_k.division(config, of), config.blocks, partials)
-    symbol = f"mx_gemm_{FORMATS[a.weight.dtype]}_wave_splitk_{tokens}"
-    grid, block = (config.blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1)
-    return [Launch("mx_gemm", symbol, grid, block, fields("problem", args))]
+    kind, limits = FORMATS[a.weight.dtype], TOKENS[arch.vendor]
+    return [wave_split_k.launch("mx_gemm", kind, limits, product, config, of, arch)]
 
 
 def _cases() -> Iterator[Case]:

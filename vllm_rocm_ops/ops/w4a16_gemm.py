@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
-from vllm_rocm_ops.core.launch import Launch, fields
+from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import int4_numbers, packed_bits
 from vllm_rocm_ops.core.tensors import aligned, describe, row_stride, rows_of
-from vllm_rocm_ops.ops.shared import gemm, skinny_gemm, wave_split_k
+from vllm_rocm_ops.ops.shared import gemm, wave_split_k
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
-from vllm_rocm_ops.ops.shared.wave_split_k import STEP, WAVES, kernel_tokens
+from vllm_rocm_ops.ops.shared.wave_split_k import STEP, kernel_tokens
 
 __all__ = ["w4a16_gemm"]
 
@@ -64,18 +64,14 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         "weight and scale are below 2 GB",
         all(len(x) * row_stride(x) * x.element_size() < 2**31 for x in (a.weight, a.scale)),
     )
-    rows = gemm.activations(a.x)
-    yield "rows of x have one stride, a multiple of 16 bytes below 32 MB", gemm.is_stride(rows.stride) and aligned(a.x)
-    yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
+    yield from wave_split_k.rules(a)
 
 
 def _of(a, arch: Arch) -> wave_split_k.Sizes:
     """Return the sizes: a tile has 16 times one or two words of rows (kRows of csrc/gemm/skinny/int4_weights.h)."""
     m, n, k = _sizes(a)
     words = 2 if arch.vendor == "amd" and kernel_tokens(TOKENS["amd"], m) <= 32 else 1
-    steps_at_once = (
-        2 if arch.vendor == "nvidia" and _group(a) >= WIDE_GROUP else 1
-    )  # kSliceSteps there, which share a scale
+    steps_at_once = 2 if arch.vendor == "nvidia" and _group(a) >= WIDE_GROUP else 1  # kSliceSteps; they share a scale
     return wave_split_k.Sizes(m, n, k, 16 * IN_WORD * words, steps_at_once, 0.5)
 
 
@@ -84,17 +80,15 @@ def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     m, n, k = of[:3]
     if m == 0:
         return []
-    tokens = kernel_tokens(TOKENS[arch.vendor], m)
     weight = gemm.Operand(a.weight, n, 2 * k, row_stride(a.weight) * a.weight.element_size())
     product = gemm.Product(out, gemm.activations(a.x), weight, scale_b=(a.scale, row_stride(a.scale)), bias=a.bias)
-    partials = wave_split_k.partial_bytes(config, tokens)
-    args = skinny_gemm.arguments(product, wave_split_k.division(config, of), config.blocks, partials)
-    args["k"] = 2 * k  # bytes of a token
     group = _group(a)
-    args["group_shift"] = 31 if group == k else (group // STEP).bit_length() - 1
-    symbol = f"w4a16_gemm_{STEP * of.steps_at_once}_wave_splitk_{tokens}"
-    grid, block = (config.blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1)
-    return [Launch("w4a16_gemm", symbol, grid, block, fields("problem", args))]
+    more = {
+        "k": 2 * k,  # bytes of a token
+        "group_shift": 31 if group == k else (group // STEP).bit_length() - 1,
+    }
+    kind, limits = STEP * of.steps_at_once, TOKENS[arch.vendor]
+    return [wave_split_k.launch("w4a16_gemm", kind, limits, product, config, of, arch, **more)]
 
 
 def _cases() -> Iterator[Case]:

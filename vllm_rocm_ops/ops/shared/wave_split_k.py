@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from vllm_rocm_ops.core.arch import Arch
-from vllm_rocm_ops.ops.shared import skinny_gemm
+from vllm_rocm_ops.core.launch import Launch, fields
+from vllm_rocm_ops.core.tensors import aligned
+from vllm_rocm_ops.ops.shared import gemm, skinny_gemm
 from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
 
 STEP = 32  # along K: 64 bytes of a bf16 token
@@ -79,6 +82,29 @@ def cost(config: SkinnyConfig, of: Sizes, arch: Arch) -> dict[str, float]:
     return terms
 
 
-def partial_bytes(config: SkinnyConfig, tokens: int) -> int:
-    """Return the bytes of partial sums of a kernel with this token limit: at most two tiles per block."""
-    return 0 if config.split_k == 1 else config.blocks * 2 * config.rows * tokens * 4
+def rules(a) -> Iterator[tuple[str, bool]]:
+    """Yield each rule of the kernels about tokens `x` and `bias`, and whether it holds."""
+    rows = gemm.activations(a.x)
+    yield "rows of x have one stride, a multiple of 16 bytes below 32 MB", gemm.is_stride(rows.stride) and aligned(a.x)
+    yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
+
+
+def launch(
+    module: str,
+    kind: object,
+    limits: tuple[int, ...],
+    product: gemm.Product,
+    config: SkinnyConfig,
+    of: Sizes,
+    arch: Arch,
+    **more: int,
+) -> Launch:
+    """Return the launch of a kernel of this kind, for the smallest of the token limits that suffices, with `more` arguments.
+
+    A block has the partial sums of at most two tiles.
+    """
+    tokens = kernel_tokens(limits, of.m)
+    partial_bytes = 0 if config.split_k == 1 else config.blocks * 2 * config.rows * tokens * 4
+    args = skinny_gemm.arguments(product, division(config, of), config.blocks, partial_bytes)
+    grid, block = (config.blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1)
+    return Launch(module, f"{module}_{kind}_wave_splitk_{tokens}", grid, block, fields("problem", args | more))

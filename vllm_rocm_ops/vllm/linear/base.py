@@ -318,6 +318,27 @@ class Linear(LayerComparison):
         return baseline_name.partition(" ")[0]
 
 
+class GroupedLinear(Linear):
+    """Calls of linear layers of 16-bit tokens and packed weights with a scale per group of K.
+
+    A layer: the arguments of `run` except x, which are weight, scale, bias and the baseline's name, and x's dtype.
+    """
+
+    def choice_of(self, x, weight, scale, bias, baseline_name):
+        key = baseline_name, weight.shape, weight.dtype, scale.shape, bias is None
+        return self.choice(key, baseline_name, lambda: (weight, scale, bias, baseline_name, x.dtype), weight, x)
+
+    def work(self, layer, tokens):
+        k, n = self.columns(layer)
+        return layer[0].nbytes + layer[1].nbytes + 2 * tokens * (k + n), 2.0 * tokens * n * k
+
+    def arguments(self, layer, x, seed):
+        return (x, *layer[:-1])
+
+    def layers_of(self, a):
+        return [(a.weight, a.scale, a.bias, None, a.x.dtype)]
+
+
 def has_kernels(op: Op, *arguments, **keywords) -> bool:
     """True if kernels that this machine's GPU loads support these arguments, given on the meta device.
 

@@ -33,15 +33,11 @@ def numbers(weight: Tensor, scale: Tensor, columns: Tensor) -> Tensor:
     return (bits.float() - 8) * scale[:, columns].float().repeat_interleave(len(weight) // len(scale), 0)
 
 
-class Int4Linear(linear_base.Linear):
+class Int4Linear(linear_base.GroupedLinear):
     """Describe `int4_linear` for timing. A layer: the arguments except x, and x's dtype."""
 
     op, run, limit = ops.w4a16_gemm, staticmethod(int4_linear), MAX_TOKENS
     covers = ("weight_packed", 4)
-
-    def choice_of(self, x, weight, scale, bias, baseline_name):
-        key = baseline_name, weight.shape, scale.shape, bias is None
-        return self.choice(key, baseline_name, lambda: (weight, scale, bias, baseline_name, x.dtype), weight, x)
 
     def baseline(self, x, weight, scale, bias, baseline_name):
         kernel = linear_base.baseline_named(baseline_name)
@@ -55,23 +51,13 @@ class Int4Linear(linear_base.Linear):
         k, words = layer[0].shape
         return k, IN_WORD * words
 
-    def work(self, layer, tokens):
-        k, n = self.columns(layer)
-        return layer[0].nbytes + layer[1].nbytes + 2 * tokens * (k + n), 2.0 * tokens * n * k
-
     def describe(self, layer):
         weight, scale, bias, _, dtype = layer
         return self.sizes(layer, dtype, bias=bias) + f" int4 by {len(weight) // len(scale)}"
 
-    def arguments(self, layer, x, seed):
-        return (x, *layer[:-1])
-
     def exact(self, arguments, x, rows, columns):
         _, weight, scale, bias, *_ = arguments
         return x[rows].float() @ numbers(weight, scale, columns) + linear_base.bias_at(bias, columns)
-
-    def layers_of(self, a):
-        return [(a.weight, a.scale, a.bias, None, a.x.dtype)]
 
     def exact_of(self, a, rows, columns):
         return self.exact(a, a.x, rows, columns)

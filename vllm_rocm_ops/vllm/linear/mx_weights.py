@@ -52,14 +52,10 @@ def numbers(weight: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
     return values * powers.repeat_interleave(MX_BLOCK, 1)
 
 
-class MxWeightLinear(linear_base.Linear):
+class MxWeightLinear(linear_base.GroupedLinear):
     """Describe `mx_weight_linear` for timing. A layer: the arguments except x, and x's dtype."""
 
     op, run, limit = ops.mx_gemm, staticmethod(mx_weight_linear), MAX_TOKENS
-
-    def choice_of(self, x, weight, scale, bias, baseline_name):
-        key = baseline_name, weight.shape, weight.dtype, bias is None
-        return self.choice(key, baseline_name, lambda: (weight, scale, bias, baseline_name, x.dtype), weight, x)
 
     def baseline(self, x, weight, scale, bias, baseline_name):
         kernel = linear_base.baseline_named(baseline_name)
@@ -74,24 +70,14 @@ class MxWeightLinear(linear_base.Linear):
         weight, scale, *_ = layer
         return MX_BLOCK * scale.shape[1], weight.shape[0]
 
-    def work(self, layer, tokens):
-        k, n = self.columns(layer)
-        return layer[0].nbytes + layer[1].nbytes + 2 * tokens * (k + n), 2.0 * tokens * n * k
-
     def describe(self, layer):
         weight, _, bias, _, dtype = layer
         return self.sizes(layer, dtype, bias=bias) + f" {kind_of(weight)}"
-
-    def arguments(self, layer, x, seed):
-        return (x, *layer[:-1])
 
     def exact(self, arguments, x, rows, columns):
         _, weight, scale, bias, baseline_name = arguments
         tokens = rounded(x[rows], baseline_name).float()
         return tokens @ numbers(weight, scale, columns).t() + linear_base.bias_at(bias, columns)
-
-    def layers_of(self, a):
-        return [(a.weight, a.scale, a.bias, None, a.x.dtype)]
 
     def exact_of(self, a, rows, columns):
         return self.exact((None, *a[1:], None), a.x, rows, columns)
