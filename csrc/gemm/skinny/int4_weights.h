@@ -3,7 +3,7 @@
 // a token. A lane's words give each of eight tiles of 16 rows, 8 rows apart, its operand; the tokens serve all of them.
 #pragma once
 #include "device/four_bit.h"
-#include "gemm/skinny/tile_operands.h"
+#include "gemm/skinny/grouped_operands.h"
 
 // A lane has kWords adjacent words. kGroupSteps: 1 for groups of 32 K and more; 2 from 64 on, each a power of two.
 template <int kGroupSteps, int kWords>
@@ -17,10 +17,10 @@ DEVICE void wait_for_arguments(const GroupedProblem& p) {
 }
 
 template <int kGroupSteps, int kWords>
-struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : TileOperandsBase {
-  static constexpr bool kGrouped = true;
-  static constexpr int kWordRows = 8, kLaneRows = kWords * kWordRows, kStepK = mma::kDepth / 2, kLaneK = 8;
-  static constexpr int kRows = kLaneRows * mma::kRows, kVec = mem::kPredicates ? 2 : 4;
+struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : GroupedOperands<8 * kWords> {
+  using typename GroupedOperands<8 * kWords>::Tile, typename GroupedOperands<8 * kWords>::Sums;
+  using GroupedOperands<8 * kWords>::kLaneRows;
+  static constexpr int kWordRows = 8, kStepK = mma::kDepth / 2, kLaneK = 8;
   template <int kTiles>
   static constexpr int kSliceSteps = kGroupSteps;
   // What the registers hold of two waves per SIMD with one tile of tokens, of one with more.
@@ -28,25 +28,10 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : TileOperandsBase {
   static constexpr int kStages = mem::kPredicates ? 4 / kGroupSteps + 1 : 2 + kTiles;
   using Problem = GroupedProblem;
 
-  struct Tile {
-    mem::Cursor weights[mma::kLoads];
-    mem::Buffer scales;
-    int scales_at[mma::kLoads];  // bytes
-  };
   struct Weights {
     u32 word[mma::kLoads][kWords][kLaneK];
     u32x4 scale[mma::kLoads][kWords];  // of the rows of a word, in the first step of a slice
   };
-  struct Sums {
-    f32x4 value[kLaneRows];
-  };
-
-  DEVICE static void assume(const SkinnyProblem& p) {
-    __builtin_assume(p.out_type == 0);
-    __builtin_assume(p.n % kLaneRows == 0);
-  }
-  DEVICE static int value_token(int lane, int i) { return four_bit::value_token(lane, i); }
-  DEVICE static int value_row(int lane, int i) { return mma::row(lane, four_bit::value_load(i)); }
 
   // Lanes past the last words read the last ones; their sums are not stored.
   DEVICE static Tile tile(const SkinnyProblem& p, int index) {

@@ -4,40 +4,23 @@
 // scales by one load: the rows' cache lines of all stages exceed L1, which would fetch them again for each step.
 #pragma once
 #include "device/mx_values.h"
-#include "gemm/skinny/tile_operands.h"
+#include "gemm/skinny/grouped_operands.h"
 
 template <class Value, int kSteps>  // of a slice: 1, 2 or 4
 struct Bf16Mx;
 
 template <class Value, int kSteps>
-struct TileOperands<Bf16Mx<Value, kSteps>> : TileOperandsBase {
-  static constexpr bool kGrouped = true;
-  static constexpr int kLaneRows = 4, kWords = Value::kWords, kStepBytes = 16 * kWords;
-  static constexpr int kRows = kLaneRows * mma::kRows, kVec = mem::kPredicates ? 2 : 4;
+struct TileOperands<Bf16Mx<Value, kSteps>> : GroupedOperands<4> {
+  static constexpr int kWords = Value::kWords, kStepBytes = 16 * kWords;
   template <int kTiles>
   static constexpr int kSliceSteps = kSteps;
   template <int kTiles>
   static constexpr int kStages = mem::kPredicates ? 4 : 2;
 
-  struct Tile {
-    mem::Cursor weights[mma::kLoads];
-    mem::Buffer scales;
-    int scales_at[mma::kLoads];  // bytes
-  };
   struct Weights {
     u32 word[mma::kLoads][kLaneRows][kWords];
     u32 scales[mma::kLoads][kLaneRows];  // a byte for each step of a slice, in its first step
   };
-  struct Sums {
-    f32x4 value[kLaneRows];
-  };
-
-  DEVICE static void assume(const SkinnyProblem& p) {
-    __builtin_assume(p.out_type == 0);
-    __builtin_assume(p.n % kLaneRows == 0);
-  }
-  DEVICE static int value_token(int lane, int i) { return four_bit::value_token(lane, i); }
-  DEVICE static int value_row(int lane, int i) { return mma::row(lane, four_bit::value_load(i)); }
 
   // Lanes past the last rows read the last ones; their sums are not stored.
   DEVICE static Tile tile(const SkinnyProblem& p, int index) {
