@@ -128,8 +128,12 @@ def e8m0_numbers(scales: torch.Tensor) -> torch.Tensor:
 
 
 def mx_numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the exact float64 numbers of MX-FP8 values [rows, columns] with scales [rows, columns / 32]; 255 is NaN."""
-    return values.to(torch.float64) * e8m0_numbers(scales).repeat_interleave(MX_BLOCK, 1)
+    """Return the exact float64 numbers of MX values with scales [rows, columns / 32]; 255 is NaN.
+
+    Values are [rows, columns] of a floating-point type, or E2M1 in bytes [rows, columns / 2].
+    """
+    numbers = fp4_numbers(values) if values.dtype == torch.uint8 else values.to(torch.float64)
+    return numbers * e8m0_numbers(scales).repeat_interleave(MX_BLOCK, 1)
 
 
 def packed_bits(values: torch.Tensor) -> torch.Tensor:

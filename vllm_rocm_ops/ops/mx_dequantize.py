@@ -12,9 +12,9 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op, case_maker
-from vllm_rocm_ops.core.quantization import MX_BLOCK, MX_SCALES
+from vllm_rocm_ops.core.quantization import MX_BLOCK, MX_SCALES, mx_numbers
 from vllm_rocm_ops.core.tensors import aligned, describe, row_stride
-from vllm_rocm_ops.ops.mx_gemm import FORMATS, drawn_weight, numbers
+from vllm_rocm_ops.ops.mx_gemm import FORMATS, drawn_weight
 from vllm_rocm_ops.ops.shared.gemm import divisor
 
 __all__ = ["mx_dequantize"]
@@ -109,4 +109,4 @@ def mx_dequantize(weight: Tensor, scale: Tensor) -> Tensor:
     Source:
         dequant_mxfp8_to_bf16 and dequant_mxfp4 of vLLM's emulation.
     """
-    return numbers(weight, scale).to(torch.bfloat16)
+    return mx_numbers(weight, scale).to(torch.bfloat16)

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch
 from vllm_rocm_ops.core.op import Case, Op, case_maker
-from vllm_rocm_ops.core.quantization import MX_BLOCK, MX_SCALES, e8m0_numbers, fp4_numbers, packed_bits
+from vllm_rocm_ops.core.quantization import MX_BLOCK, MX_SCALES, mx_numbers, packed_bits
 from vllm_rocm_ops.core.tensors import aligned, describe, row_stride, rows_of
 from vllm_rocm_ops.ops.shared import gemm, wave_split_k
 from vllm_rocm_ops.ops.shared.inputs import Inputs
@@ -141,12 +141,6 @@ def _linear(tokens: int, inputs: Inputs, n: int, k: int, form: str, *has_bias: b
     return inputs.values(tokens, k), weight, inputs.exponents(n, k // MX_BLOCK), *(inputs.values(n) for _ in has_bias)
 
 
-def numbers(weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the exact float64 numbers [N, K] of a weight with scales [N, K / 32]."""
-    values = weight.to(torch.float64) if weight.dtype == torch.float8_e4m3fn else fp4_numbers(weight)
-    return values * e8m0_numbers(scale).repeat_interleave(MX_BLOCK, 1)
-
-
 @functools.partial(
     Op,
     allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0])),
@@ -177,5 +171,5 @@ def mx_gemm(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
     Source:
         vLLM's MXFP8 and MXFP4 linear layers, which its emulation computes from dequantized weights.
     """
-    product = x.to(torch.float64) @ numbers(weight, scale).t()
+    product = x.to(torch.float64) @ mx_numbers(weight, scale).t()
     return (product if bias is None else product + bias.to(torch.float64)).to(x.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import define
-from vllm_rocm_ops.core.quantization import MX_BLOCK, UNQUANTIZED, fp4_numbers
+from vllm_rocm_ops.core.quantization import MX_BLOCK, UNQUANTIZED, mx_numbers
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import weight_order
@@ -47,9 +47,8 @@ def kind_of(weight: Tensor) -> str:
 
 def numbers(weight: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
     """Return the float32 numbers [rows, K] of output channels."""
-    values = linear_base.rows_at(weight, rows) if weight.is_floating_point() else fp4_numbers(weight[rows]).float()
-    powers = torch.exp2(scale.view(torch.uint8)[rows].float() - 127)
-    return values * powers.repeat_interleave(MX_BLOCK, 1)
+    values = linear_base.rows_at(weight, rows) if weight.is_floating_point() else weight[rows]
+    return mx_numbers(values, scale.view(torch.uint8)[rows]).float()
 
 
 class MxWeightLinear(linear_base.GroupedLinear):

@@ -10,6 +10,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from torch.nn import functional
+
 from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.op import Op, registered
 from vllm_rocm_ops.models.fused_calls import EXPERT_GATES
@@ -92,7 +94,7 @@ BASELINES: dict[str, dict[str, Baseline]] = {
         "vllm triton": Baseline(gemm.triton_w4a16, is_there=_has_vllm),
         "vllm marlin": Baseline(gemm.marlin_w4a16, gemm.marlin_weights, _has_vllm),
     },
-    "mx_gemm": {"bf16 copy": Baseline(gemm.linear, gemm.bf16_copy)},
+    "mx_gemm": {"bf16 copy": Baseline(functional.linear, gemm.bf16_copy)},
     "unquantized_gemm": {"vllm rocm": Baseline(gemm.rocm_unquantized, is_there=_has_vllm_rocm)},
     "flash_attention": {
         "torch": Baseline(attention.torch_dense, shapes=ATTENTION),

@@ -158,11 +158,6 @@ def bf16_copy(x, weight, scale, bias=None):
     return x, ops.mx_dequantize(weight, scale), bias
 
 
-def linear(x, weight, bias):
-    """Call PyTorch's linear layer."""
-    return torch.nn.functional.linear(x, weight, bias)
-
-
 def rocm_unquantized(x, weight, bias=None):
     """Call vLLM's unquantized linear op for ROCm."""
     importlib.import_module("vllm.model_executor.layers.utils")
