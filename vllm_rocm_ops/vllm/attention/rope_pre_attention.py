@@ -209,9 +209,11 @@ class RopePreAttention(LayerPart):
         q, k, _ = self.parts(qkv)
         if self.norms:
             q, k = normalized(self.norms, q, k)
+        rotated = self.rotary.forward_native(positions, q.flatten(1), k.flatten(1))
+        if not self.traits.is_gated:
+            return rotated
         query, _, size = self.heads
-        gate = [qkv[:, : 2 * query * size].unflatten(1, (query, -1))[..., size:].flatten(1)] * self.traits.is_gated
-        return *self.rotary.forward_native(positions, q.flatten(1), k.flatten(1)), *gate
+        return *rotated, qkv[:, : 2 * query * size].unflatten(1, (query, -1))[..., size:].flatten(1)
 
     def completed(self, rotated: tuple[Tensor, ...], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         """Write the cache by vLLM's backend, and return q, k and the cache."""
