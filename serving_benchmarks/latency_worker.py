@@ -40,6 +40,19 @@ def change(changes: dict, config, of_drafts: bool | None = None):
     return config
 
 
+def text_of(changes: dict, config):
+    """Return a configuration with changes, of the text model alone where vLLM has it: a processor of images needs a tokenizer."""
+    from vllm import ModelRegistry
+
+    config = change(changes, config)
+    text, mapped = config.get_text_config(), [name.replace("ForConditionalGeneration", "ForCausalLM") for name in config.architectures or ()]
+    if text is config or not {*mapped} <= {*ModelRegistry.get_supported_archs()}:
+        return config
+    quantization = json.dumps(getattr(config, "quantization_config", None)).replace("model.language_model.", "model.")
+    text.architectures, text.quantization_config = mapped, json.loads(quantization)
+    return text
+
+
 def keep_order() -> None:
     """Have vLLM leave MXFP4 weights in `StridedLayout`, as it does on AMD GPUs, and on Hopper with an old torch."""
     from vllm.model_executor.layers.quantization.utils import mxfp4_utils
@@ -102,13 +115,11 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
     settings["worker_extension_cls"] = f"{'random_experts' if job['random_experts'] else 'engine_start'}.Extension"
     settings |= job["engine_args"]
     changes = merged(job["overrides"], settings.get("hf_overrides", {}))
-    settings["hf_overrides"] = changes
+    settings["hf_overrides"] = functools.partial(text_of, changes)  # vLLM gives MTP layers a function's changes only
     if speculative:
         if current_platform.is_cpu():  # vLLM cannot accept at random there
             speculative = {name: value for name, value in speculative.items() if "synthetic" not in (name[:9], value)}
         settings["speculative_config"] = speculative
-        if speculative.get("method") == "mtp":  # vLLM gives its layers a function's changes only
-            settings["hf_overrides"] = functools.partial(change, changes)
     if job["strided"]:
         keep_order()
     begin = time.perf_counter()

@@ -571,6 +571,17 @@ def test_changes_are_merged():
     }
 
 
+def test_a_multimodal_model_runs_as_its_text_model():
+    """Its processor of images would need a tokenizer. Layers that are not quantized have the text model's names."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(latency.CONFIGS / "qwen3.5-397b-a17b-fp8")
+    text = latency_worker.text_of({"text_config": {"num_hidden_layers": 2}}, config)
+    assert (text.model_type, text.architectures) == ("qwen3_5_moe_text", ["Qwen3_5MoeForCausalLM"])
+    assert text.num_hidden_layers == 2 and text.rope_parameters["mrope_section"] == [11, 11, 10]
+    assert "model.layers.0.linear_attn.in_proj_a" in text.quantization_config["modules_to_not_convert"]
+
+
 def test_drafts_have_the_sizes_of_the_rank():
     """An MTP layer is after the whole model's layers, as DeepSeek's first ones have no experts."""
     from transformers import Qwen3_5MoeConfig
