@@ -45,7 +45,8 @@ def text_of(changes: dict, config):
     from vllm import ModelRegistry
 
     config = change(changes, config)
-    text, mapped = config.get_text_config(), [name.replace("ForConditionalGeneration", "ForCausalLM") for name in config.architectures or ()]
+    text = config.get_text_config()
+    mapped = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in config.architectures or ()]
     if text is config or not {*mapped} <= {*ModelRegistry.get_supported_archs()}:
         return config
     quantization = json.dumps(getattr(config, "quantization_config", None)).replace("model.language_model.", "model.")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from decode_profile import ALL_REDUCE, EXPERTS, NORMS, REST, class_of
 
 PLUGIN, VLLM, INDUCTOR, TORCH = "plugin", "vLLM", "Inductor", "PyTorch"
-CUBLAS, FLASH, NCCL, CUDA = "cuBLAS", "FlashAttention", "NCCL", "CUDA"
+CUBLAS, FLASH, NCCL, CUDA, TRITON_KERNELS = "cuBLAS", "FlashAttention", "NCCL", "CUDA", "triton_kernels"
 
 
 class Launch(NamedTuple):
@@ -30,13 +30,14 @@ Q_K, Q, K_PE = "rotation of q and k", "rotation of q", "rotation of k_pe"
 Q_K_NORMS, FRONT = "norms and rotation of q and k", "MLA norms, rotation of k_pe, cache write"
 Q_K_WRITE = "rotation of q and k, with norms, and cache write"
 NORM, SWIGLU, SUM = "norms", "SwiGLU", "sum of routed and shared experts"
-QUANTIZATION, TOP_K = "quantization of linears' inputs", "experts: top-k"
+QUANTIZATION = "quantization of linears' inputs"
+TOP_K, SORT, ROUTED_SUM = "experts: top-k", "experts: sort", "experts: sum"
 FP8, BF16, ABSORPTION = "FP8 linears", "router and lm_head", "W_UK and W_UV"
 REDUCE, LOGITS, EMBEDDING = "all-reduce, with the norm after it", "all-gather of logits", "token embedding"
 RUNNER, FILLS, COPIES, PADDING = "input preparation, sampling", "fills", "copies", "expert ids of padding"
 POINTWISE = "pointwise, drafting"
 DELTA_NET, GATE, VALUES = "Gated DeltaNet", "attention's gate, quantization", "copies of b, a and z"
-MLA, GQA, HYBRID = "deepseek", "llama|qwen3", "qwen3-next"
+MLA, GQA, HYBRID = "deepseek", "llama|qwen3|minimax|gpt-oss", r"qwen3(-next|\.5)"
 
 LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
     # class -> pattern of the whole name -> the launch, or one for each group of models; the first match counts
@@ -67,6 +68,7 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
     EXPERTS: {
         r"fused_experts_(tiled_)?(gate_up|down)_\w+": Launch(EXPERTS, PLUGIN),
         r"fused_moe_kernel": Launch(EXPERTS, VLLM),
+        r"_matmul_ogs_\w+": Launch(EXPERTS, TRITON_KERNELS),
     },
     NORMS: {
         r"(fused_add_)?(sum_)?rms_norm_\w+": Launch(NORM, PLUGIN),
@@ -80,6 +82,7 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"triton_poi_fused_\w*rsqrt_silu\w*|triton_per_fused_(1|_to_copy_mean_pow_0)": Launch(
             DELTA_NET, INDUCTOR, HYBRID
         ),
+        r"triton_(per_fused_1|red_fused_2)": Launch(Q_K_NORMS, INDUCTOR, "minimax"),
         r"triton_poi_fused_\w*sigmoid\w*": Launch(GATE, INDUCTOR),
         r"triton_poi_fused_\w*silu\w*": Launch(SWIGLU, INDUCTOR),
         r"triton_poi_fused_\w*embedding_rms_norm\w*": Launch(NORM, INDUCTOR),
@@ -91,11 +94,14 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
     "experts: routing, sorting, sums, quantization": {
         r"(moe|router_gemm)_topk_\w+": Launch(TOP_K, PLUGIN),
         r"fused_experts_quantize_\w+": Launch("experts: SwiGLU, quantization", PLUGIN),
-        r"fused_experts_sum_\w+|fused_experts_tiled_combine": Launch("experts: sum", PLUGIN),
-        r"fused_experts_tiled_sort_\w+": Launch("experts: sort", PLUGIN),
+        r"fused_experts_sum_\w+|fused_experts_tiled_combine": Launch(ROUTED_SUM, PLUGIN),
+        r"fused_experts_tiled_sort_\w+": Launch(SORT, PLUGIN),
         r"void vllm::moe::(topkGating|grouped_topk_\w+)<.*": Launch(TOP_K, VLLM),
-        r"void vllm::moe::(moe_align_block_size|count_and_sort_expert_tokens)_kernel<.*": Launch("experts: sort", VLLM),
-        r"void vllm::moe::moe_sum_\w+<.*": Launch("experts: sum", VLLM),
+        r"void vllm::moe::(moe_align_block_size|count_and_sort_expert_tokens)_kernel<.*": Launch(SORT, VLLM),
+        r"void vllm::moe::moe_sum_\w+<.*": Launch(ROUTED_SUM, VLLM),
+        r"_topk_forward": Launch(TOP_K, TRITON_KERNELS),
+        r"_combined_routing_\w+|_sum_bitmatrix_rows": Launch(SORT, TRITON_KERNELS),
+        r"_reduce_grouped": Launch(ROUTED_SUM, TRITON_KERNELS),
     },
     "FP8 linears": {
         r"(block_)?scaled_mm_\w+": Launch(FP8, PLUGIN),
@@ -106,6 +112,7 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"batched_gemm_\w+": Launch(ABSORPTION, PLUGIN),
         r"nvjet_\w+_64x8_64x16_2x1_\w+": (Launch(ABSORPTION, CUBLAS, MLA), Launch(BF16, CUBLAS, GQA)),
         r"void (dot_kernel|reduce_1Block_kernel)<.*": Launch("gate of the shared expert", CUBLAS),
+        r"void fp32_router_gemm_kernel<.*": Launch(BF16, VLLM),
         r"nvjet_\w+|void cublasLt::splitKreduce_kernel<.*": Launch(BF16, CUBLAS),
     },
     REST: {
@@ -127,10 +134,13 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"void vllm::vocab_embedding::\w+<.*": Launch(EMBEDDING, VLLM),
         r"triton_poi_fused__to_copy_embedding_\d+": Launch(EMBEDDING, INDUCTOR),
         r"triton_poi_fused_add_mul_\d+": Launch(SUM, INDUCTOR),
-        r"triton_poi_fused_0": (Launch("pointwise, dense layers", INDUCTOR, MLA), Launch(Q_K, INDUCTOR, "llama")),
+        r"triton_poi_fused_0": (
+            Launch("pointwise, dense layers", INDUCTOR, MLA),
+            Launch(Q_K, INDUCTOR, "llama|gpt-oss"),
+        ),
         r"triton_poi_fused_\d+": (
             Launch(K_PE, INDUCTOR, MLA),
-            Launch(Q_K, INDUCTOR, "llama"),
+            Launch(Q_K, INDUCTOR, "llama|minimax|gpt-oss"),
             Launch(Q_K_NORMS, INDUCTOR, "qwen3"),
         ),
     },

@@ -49,8 +49,12 @@ REASONS: dict[str, str | dict[str, str]] = {
         names.GQA: f"{_of_o(ops.paged_attention_decode)} FlashAttention writes BF16.",
     },
     names.NORM: {names.HYBRID: OUTSIDE},
+    names.SWIGLU: "Of experts that stay vLLM's.",
     names.SUM: "Joins two streams. The next norm's kernel adds one residual, not two.",
-    **dict.fromkeys((names.FP8, names.BF16), "At warm-up the plugin was not more than 2 % faster in these shapes."),
+    **dict.fromkeys(
+        (names.FP8, names.BF16, names.EXPERTS, names.ROUTED_SUM),
+        "At warm-up the plugin was not more than 2 % faster in these shapes.",
+    ),
     names.ABSORPTION: "`mla_attention` covers TRITON_MLA and ROCM_AITER_MLA, not FlashAttention.",
     names.PADDING: "Removed since this profile, with its copy: the top-k kernel writes these ids.",
     names.EMBEDDING: OUTSIDE,
@@ -58,7 +62,10 @@ REASONS: dict[str, str | dict[str, str]] = {
     names.RUNNER: OUTSIDE,
     names.FILLS: OUTSIDE,
     names.POINTWISE: OUTSIDE,
-    names.COPIES: {"llama|deepseek": OUTSIDE, "qwen3": f"{OUTSIDE} One a layer belongs to the expert ids of padding."},
+    names.COPIES: {
+        "llama|deepseek|minimax|gpt-oss": OUTSIDE,
+        "qwen3": f"{OUTSIDE} One a layer belongs to the expert ids of padding.",
+    },
 }
 
 

@@ -283,7 +283,8 @@ BATCH_COLUMNS = tuple(f"batch {batch}" for batch in SHOWN_BATCHES)
 
 def layers_of(model: str) -> int:
     """Return the number of layers of a shipped model."""
-    return model_config.read(str(latency.find_model(model)))["num_hidden_layers"]
+    config = model_config.read(str(latency.find_model(model)))
+    return config.get("text_config", config)["num_hidden_layers"]
 
 
 def layers_kept(result: dict) -> int | None:
@@ -600,8 +601,8 @@ def profiled_runs() -> list[ProfiledRun]:
 
 def weights_us(run: ProfiledRun) -> float:
     """Return the microseconds in which a rank's GPU reads all weights of its linears once, at the bandwidth of a copy."""
-    options, config = run.options, model_config.read(str(latency.find_model(run.model)))
-    config["num_hidden_layers"] = options.num_layers or config["num_hidden_layers"]
+    options, folder = run.options, latency.find_model(run.model)
+    config = latency.merged(model_config.read(str(folder)), latency.overrides(folder, options.num_layers, 1))
     timed = newest_lines(RESULTS / run.paths[0].parent.name, PER_OP)
     if not timed:
         return 0.0
