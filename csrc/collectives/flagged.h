@@ -197,8 +197,7 @@ struct FlaggedBlock {
         if (peer >= group.ranks) continue;
         u32x4 value = values[peer][i];
         if (is_absent(0, peer)) value = u32x4{kNotThere, kNotThere, kNotThere, kNotThere};
-        const Chunk x = unpack<T>(value);
-        for (int j = 0; j < kChunk / 2; ++j) total.pair[j] = peer == 0 ? x.pair[j] : total.pair[j] + x.pair[j];
+        add_rank(total, peer, unpack<T>(value));
       }
       sums[i] = pack<T>(total);
     }
@@ -265,33 +264,23 @@ struct FlaggedBlock {
   }
 };
 
-// A row of a block: a row source of device/norm_row.h.
+// A row of a block.
 template <class Block, class Protocol, u32 kRanks>
-struct FlaggedRow {
-  static constexpr bool kLoads = false, kAdds = false;
+struct FlaggedRow : BlockRow<FlaggedRow<Block, Protocol, kRanks>, Protocol, kRanks> {
+  using Base = BlockRow<FlaggedRow, Protocol, kRanks>;
   Block& block;
-  u32 row;
-  u16* normed;  // [hidden] T: the norm before quantization, or null
 
-  DEVICE u32 thread() const { return block.first_thread + wave::thread_id(); }
+  DEVICE FlaggedRow(Block& block, u32 row, u16* normed)
+      : Base{block.group, block.rows, normed, block.epoch, row, block.first_thread, block.limit}, block(block) {}
+
   template <int kChunks>
   DEVICE void fill(RowChunks<kChunks, u32x4> of, u32x4 (&input)[kChunks]) const {
     u32x4 sums[u32(kChunks)];
-    block.load(row, sums);
+    block.load(this->row, sums);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) input[i] = of.in_bounds[i] ? sums[i] : u32x4{};
   }
-  DEVICE void keep(int index, bool in_bounds, u32x4 y) const {
-    if (in_bounds && normed) mem::store((u32x4*)normed + index, y);
-  }
-  template <class Combine>
-  DEVICE float reduce(float value, float identity, float* partials, int waves, Combine combine) const {
-    if (block.rows.parts == 1) return reduce_block(value, identity, partials, waves, combine);
-    value = wave::reduce(value, identity, combine);
-    const u32 slots = block.buffer + (row * kExchanges + kExchange<Combine>)*kMaxWaves * 8;
-    return reduce_blocks<Protocol, kRanks>(block.group, block.epoch, slots, block.first_thread, block.limit, value,
-                                           identity, waves, combine);
-  }
+  DEVICE u32 words() const { return block.buffer; }
 };
 
 template <class RowOut>
@@ -355,7 +344,7 @@ DEVICE void flagged_all_reduce_norm(const Group& group, const FlaggedRows& rows,
     u16* const copy = normed ? (u16*)normed + i64(row) * norm.hidden : nullptr;
     using Block = __remove_reference_t(decltype(block));
     rms_norm_vector<T, true, Factor::kEither, kChunks>(of_row, OutputAhead<RowOut, kIs16Bit>(output, row),
-                                                       FlaggedRow<Block, Protocol, kRanks>{block, row, copy});
+                                                       FlaggedRow<Block, Protocol, kRanks>(block, row, copy));
   };
   for_flagged_rows<Protocol, T, kRanks, u32(kChunks)>(group, rows, norm_row);
 }
