@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from serving_benchmarks.all_reduce_ways import LIMIT_SECONDS, WORDS, call_way, create_way, is_right
+from serving_benchmarks.all_reduce_ways import LIMIT_SECONDS, WORDS, call_way, create_way, judge
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import streams as streams_of_one
 from vllm_rocm_ops.core import clock
@@ -137,6 +137,14 @@ def table(title: str, columns: list[str], rows: list[tuple[int, int, bool, dict[
         print(f"{hidden:6} {tokens:6} {'cold' if is_cold else 'warm':>6}  " + "  ".join(cells), flush=True)
 
 
+def merged(rows: list[tuple]) -> list[tuple]:
+    """Return rows of `table` with one row per size."""
+    by_size: dict[tuple, dict] = {}
+    for *size, cells in rows:
+        by_size.setdefault((*size,), {}).update(cells)
+    return [(*size, cells) for size, cells in by_size.items()]
+
+
 # Streams of one process
 
 
@@ -240,6 +248,7 @@ class Others:
         self.calls: dict[str, Call] = {}
         self.around: dict[str, Callable] = {}
         self.why: list[str] = []
+        self.errors: list[tuple] = []  # of the plugin's ways, as rows of `table`
         self.kept: list[torch.cuda.CUDAGraph] = []  # other processes have mapped their memory
         for name in options.beside:
             self._try(name)
@@ -373,6 +382,7 @@ def time_process(rank: int, options: argparse.Namespace, store: str) -> None:
     if rank == 0:
         print("\n".join(others.why))
         table(f"{ranks} x {torch.cuda.get_device_name(device)}, {op.name}: us per call", list(calls), rows)
+        table("relative errors of the plugin's sums beside float64", list(ways), merged(others.errors))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # skips the teardown of other communicators
@@ -397,8 +407,12 @@ def time_call(name: str, call: Call, size: tuple, others: Others, reduce, x0: to
         args = arguments(op, tokens, hidden, device, reduce.arch.fp8_dtype)
         found = as_tuple(call(x.clone(), clones(args)))
         torch.cuda.synchronize(device)
-        if way is not None and not is_right(op, others.group, x, clones(args), found):
-            return "wrong"
+        if way is not None:
+            total = call_way(name, way, None, x.clone(), ())
+            error = judge(op, others.group, way, x, clones(args), found, total)
+            others.errors.append((hidden, tokens, is_cold, {name: error}))
+            if error == "wrong":
+                return error
         graph = capture(call, sets, torch.cuda.current_stream(device), others.around.get(name, contextlib.nullcontext))
     except StopIteration:  # on all ranks
         return "unsupported"
@@ -423,7 +437,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--tokens", type=int, nargs="+", default=tokens, help="numbers of tokens (default: %(default)s)")
     add("--kib", type=int, nargs="+", help="KiB of a rank's input, in place of --tokens")
     add("--cold", action="store_true", help="no warm caches")
-    ways = f"also the plugin's kernels in a given way: {WORDS}, or stages x blocks per row, such as 2x1"
+    ways = f"also the plugin's kernels in a given way: {WORDS}, fp8, or stages x blocks per row, such as 2x1 or fp8-2x1"
     add("--ways", nargs="*", default=[], help=ways)
     add("--hidden", type=int, nargs="+", default=[16384, 7168], help="hidden sizes (default: %(default)s)")
     options = parser.parse_args(argv)

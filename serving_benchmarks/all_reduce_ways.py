@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_rocm_ops import collectives
-from vllm_rocm_ops.collectives import flagged, launches
+from vllm_rocm_ops.collectives import flagged, launches, wire
 from vllm_rocm_ops.core.correctness import as_tuple
 
 LIMIT_SECONDS = 20.0
@@ -13,9 +13,10 @@ WORDS = "words"
 
 
 def create_way(way: str, values: int, group, device: torch.device):
-    """Return an all-reduce for one way of the plugin's: its words for that number of values, or stages and blocks per row."""
+    """Return an all-reduce for one way of the plugin's: its words for that number of values, or all else in stages."""
     words = {"capacity": values // launches.VALUES_IN_WORD, "payload": 0}
-    return collectives.create(group, device, **(words if way == WORDS else {"capacity": 0}), seconds=LIMIT_SECONDS)
+    stages = {"capacity": 0, "wire": wire.FP8 if way.startswith(wire.FP8) else wire.BF16}
+    return collectives.create(group, device, **(words if way == WORDS else stages), seconds=LIMIT_SECONDS)
 
 
 def call_way(way: str, reduce, op, x: torch.Tensor, args: tuple) -> object:
@@ -23,18 +24,21 @@ def call_way(way: str, reduce, op, x: torch.Tensor, args: tuple) -> object:
     usual = flagged.default
 
     def default(*of) -> flagged.Config:
-        stages, parts = map(int, way.split("x"))
+        stages, parts = map(int, way.removeprefix(f"{wire.FP8}-").split("x"))
         return next(each for each in flagged.configs(*of) if (each.stages, each.parts) == (stages, parts))
 
     try:
         flagged.default = default if "x" in way else usual
-        return reduce(op, x, *args)
+        return reduce(op, x, *args) if op else reduce.sum(x)
     finally:
         flagged.default = usual
 
 
-def is_right(op, group, x: torch.Tensor, args: tuple, found: tuple) -> bool:
-    """True if a call's first result has the same bits on all ranks, and is the one in PyTorch but for roundings."""
+def judge(op, group, reduce, x: torch.Tensor, args: tuple, found: tuple, total: torch.Tensor) -> str:
+    """Return the relative error of a way's sum beside float64, or "wrong".
+
+    A call's first result must have the same bits on all ranks, and be the one in PyTorch but for roundings.
+    """
     import torch.distributed as dist
 
     def values(results: tuple) -> torch.Tensor:
@@ -46,6 +50,12 @@ def is_right(op, group, x: torch.Tensor, args: tuple, found: tuple) -> bool:
     every: list = [None] * dist.get_world_size(group)
     bits = found[0].contiguous().view(torch.uint8).cpu()
     dist.all_gather_object(every, (x.cpu(), bits), group=group)
-    wanted = values(as_tuple(launches.reference(op, [each.to(x.device) for each, _ in every], *args)))
+    inputs = [each.to(x.device) for each, _ in every]
+    sends_fp8 = reduce.wire(op, x, *args) == wire.FP8
+    summed = wire.summed(inputs, reduce.arch.fp8_dtype) if sends_fp8 else launches.reference(None, inputs)
+    wanted = values(as_tuple(op.reference(summed, *args)))
     error = (values(found) - wanted).abs().mean() / wanted.abs().mean()
-    return bool(error < 0.01) and all(torch.equal(bits, other) for _, other in every)
+    if not error < 0.01 or not all(torch.equal(bits, other) for _, other in every):
+        return "wrong"
+    exact = sum(each.double() for each in inputs)
+    return f"{float((total.double() - exact).norm() / exact.norm()):.1e}"

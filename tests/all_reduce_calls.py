@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops.collectives import launches, wire
 from vllm_rocm_ops.core import correctness
 
 EPSILON = 1e-6
@@ -51,6 +51,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def place_of_residual(op) -> int | None:
     """Return the index of the residual among the arguments after the input."""
     return op.Arguments._fields.index("residual") - 1 if op and "residual" in op.Arguments._fields else None
+
+
+def as_summed(reduce, op, inputs, args) -> tuple[list[torch.Tensor], list]:
+    """Return inputs and arguments of which the call's result is plain: with FP8 on the wire, one input, the sum that arrives."""
+    if reduce.wire(op, inputs[0], *args) != wire.FP8:
+        return inputs, args
+    sent = [launches.summed_input(op, (x, *args)) for x in inputs]
+    return [wire.summed([x for x, *_ in sent], reduce.arch.fp8_dtype)], list(sent[0][1:])
 
 
 def check_results(op, inputs, args, results, residuals) -> None:

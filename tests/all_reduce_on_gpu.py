@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from all_reduce_calls import arguments, bits, check_results, generator_of, inputs_of, place_of_residual
+from all_reduce_calls import arguments, as_summed, bits, check_results, generator_of, inputs_of, place_of_residual
 
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import RankMissing
@@ -53,12 +53,13 @@ FEW_LAUNCHES = 1000
 class Call:
     """A call that all ranks make, and its tensors on each rank."""
 
-    def __init__(self, number: int, ranks: int, arch, sizes=SIZES):
+    def __init__(self, number: int, ranks: int, reduce, sizes=SIZES):
         self.op, (self.rows, self.hidden) = OPS[number % len(OPS)], sizes[number % len(sizes)]
         generator, dtype = generator_of("on GPUs", number, ranks), torch.bfloat16
         self.inputs = inputs_of(ranks, self.rows, self.hidden, dtype, generator)
         adds = number % 2 == 1
-        self.args = arguments(self.op, arch, dtype, self.rows, self.hidden, generator, has_addend=adds)
+        self.args = arguments(self.op, reduce.arch, dtype, self.rows, self.hidden, generator, has_addend=adds)
+        self.summed = as_summed(reduce, self.op, self.inputs, self.args)
 
 
 class OnRank:
@@ -199,9 +200,9 @@ def in_flat_memory(device: torch.device, act: Callable[[], None], judges: bool) 
     return told
 
 
-def calls_of(ranks: int, arch, sizes) -> list[Call]:
+def calls_of(ranks: int, reduce, sizes) -> list[Call]:
     """Return the calls of all graphs."""
-    return [Call(number, ranks, arch, sizes) for number in range(CALLS * GRAPHS)]
+    return [Call(number, ranks, reduce, sizes) for number in range(CALLS * GRAPHS)]
 
 
 def replay_all(members: list[Rank], launches: int, device: torch.device, seconds: float = 1e9) -> Iterator[str]:
@@ -266,12 +267,12 @@ def caught(reduce) -> RankMissing | None:
     return None
 
 
-def run_streams(ranks: int, launches: int, sizes=SIZES) -> Iterator[str]:
+def run_streams(ranks: int, launches: int, sizes=SIZES, wire: str = "bf16") -> Iterator[str]:
     """Run all ranks in this process."""
     os.environ |= streams_of_one.ENVIRONMENT | os.environ
     device = torch.device("cuda", 0)
-    group = collectives.in_process(ranks, device, seconds=LIMIT_SECONDS)
-    calls = calls_of(ranks, group[0].arch, sizes)
+    group = collectives.in_process(ranks, device, seconds=LIMIT_SECONDS, wire=wire)
+    calls = calls_of(ranks, group[0], sizes)
     members = [Rank(rank, reduce, device, calls) for rank, reduce in enumerate(group)]
     streams_of_one.check_overlap([member.stream for member in members], device)
     for number, call in enumerate(calls):
@@ -281,7 +282,7 @@ def run_streams(ranks: int, launches: int, sizes=SIZES) -> Iterator[str]:
         for member in members:
             member.reduce.check()
         found = [member.calls[number].results() for member in members]
-        check_results(call.op, call.inputs, call.args, [outputs for outputs, _ in found], [r for _, r in found])
+        check_results(call.op, *call.summed, [outputs for outputs, _ in found], [r for _, r in found])
     yield f"{len(calls)} eager calls of {ranks} streams on {torch.cuda.get_device_name()} are right"
     for member in members:
         member.capture()
@@ -315,7 +316,7 @@ def run_streams(ranks: int, launches: int, sizes=SIZES) -> Iterator[str]:
     yield "the rank that comes late fails too"
 
 
-def run_process(rank: int, ranks: int, launches: int, sizes, store: str) -> None:
+def run_process(rank: int, ranks: int, launches: int, sizes, wire: str, store: str) -> None:
     """Run one rank of a process group; the first rank prints."""
     import datetime
 
@@ -327,8 +328,8 @@ def run_process(rank: int, ranks: int, launches: int, sizes, store: str) -> None
         "gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120)
     )
     group = dist.group.WORLD
-    reduce = collectives.create(group, device, seconds=LIMIT_SECONDS)
-    calls = calls_of(ranks, reduce.arch, sizes)
+    reduce = collectives.create(group, device, seconds=LIMIT_SECONDS, wire=wire)
+    calls = calls_of(ranks, reduce, sizes)
     member = Rank(rank, reduce, device, calls)
     for number, call in enumerate(calls):
         member.eager(number)
@@ -338,7 +339,7 @@ def run_process(rank: int, ranks: int, launches: int, sizes, store: str) -> None
         dist.all_gather_object(found, packed(member.calls[number].results()))
         found = [unpacked(of_rank) for of_rank in found]
         if rank == 0:
-            check_results(call.op, call.inputs, call.args, [outputs for outputs, _ in found], [r for _, r in found])
+            check_results(call.op, *call.summed, [outputs for outputs, _ in found], [r for _, r in found])
     gpus = f"{min(ranks, torch.cuda.device_count())} x {torch.cuda.get_device_name(device)}"
     said = [f"{len(calls)} eager calls of {ranks} processes on {gpus} are right"]
     member.capture()
@@ -373,15 +374,16 @@ def main(argv: list[str] | None = None) -> None:
     add("--ranks", type=int, default=8, help="default: %(default)s")
     add("--launches", type=int, default=1_000_000, help="of each rank; default: %(default)s")
     add("--large", action="store_true", help="calls of 256 KiB to 4 MB, with payload and flag apart")
+    add("--wire", choices=["bf16", "fp8"], default="bf16", help="what calls above 512 KiB send; default: %(default)s")
     options = parser.parse_args(argv)
     sizes = LARGE if options.large else SIZES
     if not options.processes:
         with torch.inference_mode():
-            for line in run_streams(options.ranks, options.launches, sizes):
+            for line in run_streams(options.ranks, options.launches, sizes, options.wire):
                 print(line, flush=True)
         return
     with tempfile.TemporaryDirectory() as folder:
-        args = options.ranks, options.launches, sizes, f"{folder}/store"
+        args = options.ranks, options.launches, sizes, options.wire, f"{folder}/store"
         torch.multiprocessing.spawn(run_process, args, nprocs=options.ranks)
 
 

@@ -47,33 +47,59 @@ DEVICE float reduce_blocks(const Group& group, u32 epoch, u32 slots, u32 first_t
   return wave::reduce_group<kMaxWaves>(from < waves ? other : identity, identity, combine);
 }
 
-// One row of the launch from the view of one of its blocks: a row source of device/norm_row.h.
-template <class Protocol, class T, u32 kRanks, u32 kChunks>
-struct RankRow {
-  static constexpr bool kLoads = false, kAdds = false;
-  // The number of chunks awaited at once: keeps the loads in flight constant across rank counts.
-  static constexpr u32 kMaxAtOnce = kRanks == 2 ? 4 : kRanks == 4 ? 2 : 1;
-  static constexpr u32 kAtOnce = kMaxAtOnce < kChunks ? kMaxAtOnce : kChunks;
+// Adds a rank's values to the sum of those before it: ranks are added in their order.
+DEVICE void add_rank(Chunk& total, u32 rank, const Chunk& x) {
+  for (int j = 0; j < kChunk / 2; ++j) total.pair[j] = rank == 0 ? x.pair[j] : total.pair[j] + x.pair[j];
+}
 
+// A row from the view of one of its blocks: what the row sources of device/norm_row.h here have in common. Row has
+// words(), the bytes before the words of all rows' blocks in this rank's inbox.
+template <class Row, class Protocol, u32 kRanks>
+struct BlockRow {
+  static constexpr bool kLoads = false, kAdds = false;
   const Group& group;
   const RowsOfRanks& rows;
   u16* normed;  // [hidden] T: the norm before quantization, or null
   u32 epoch, row, first_thread;
-  Planes planes;
   u64 limit;
+
+  DEVICE u32 thread() const { return first_thread + wave::thread_id(); }
+  DEVICE void keep(int index, bool in_bounds, u32x4 y) const {
+    if (in_bounds && normed) mem::store((u32x4*)normed + index, y);
+  }
+  // reduce_block over the waves of all blocks of the row.
+  template <class Combine>
+  DEVICE float reduce(float value, float identity, float* partials, int waves, Combine combine) const {
+    if (rows.parts == 1) return reduce_block(value, identity, partials, waves, combine);
+    value = wave::reduce(value, identity, combine);
+    const u32 exchange = row * kExchanges + kExchange<Combine>;
+    const u32 slots = ((const Row*)this)->words() + exchange * kMaxWaves * 8;
+    return reduce_blocks<Protocol, kRanks>(group, epoch, slots, first_thread, limit, value, identity, waves, combine);
+  }
+};
+
+// One row of the launch.
+template <class Protocol, class T, u32 kRanks, u32 kChunks>
+struct RankRow : BlockRow<RankRow<Protocol, T, kRanks, kChunks>, Protocol, kRanks> {
+  using Base = BlockRow<RankRow, Protocol, kRanks>;
+  using Base::epoch, Base::first_thread, Base::group, Base::limit, Base::row, Base::rows, Base::thread;
+  // The number of chunks awaited at once: keeps the loads in flight constant across rank counts.
+  static constexpr u32 kMaxAtOnce = kRanks == 2 ? 4 : kRanks == 4 ? 2 : 1;
+  static constexpr u32 kAtOnce = kMaxAtOnce < kChunks ? kMaxAtOnce : kChunks;
+
+  Planes planes;
   u32x4 own[kChunks] = {};
 
   DEVICE RankRow(const Group& group, const RowsOfRanks& rows, u32 epoch, u16* normed)
-      : group(group),
-        rows(rows),
-        normed(normed),
-        epoch(epoch),
-        row(wave::block_id_x()),
-        first_thread(wave::block_id_y() * (rows.threads >> __builtin_ctz(rows.parts))),
-        planes{row * rows.chunks * 8 * kPlanes, rows.chunks * 8},
-        limit(u64(group.limit_us) * wave::kTicksPerMicrosecond) {}
+      : Base{group,
+             rows,
+             normed,
+             epoch,
+             u32(wave::block_id_x()),
+             wave::block_id_y() * (rows.threads >> __builtin_ctz(rows.parts)),
+             u64(group.limit_us) * wave::kTicksPerMicrosecond},
+        planes{row * rows.chunks * 8 * kPlanes, rows.chunks * 8} {}
 
-  DEVICE u32 thread() const { return first_thread + wave::thread_id(); }
   DEVICE u32 chunk(u32 i) const { return thread() + i * rows.threads; }
 
   DEVICE void push_own() {
@@ -111,8 +137,8 @@ struct RankRow {
           if (peer >= group.ranks) continue;
           const u32(&word)[kPlanes] = values[peer][i];
           // bug: skip_peer
-          const Chunk x = unpack<T>(peer == group.rank ? own[first + i] : u32x4{word[0], word[1], word[2], word[3]});
-          for (int j = 0; j < kChunk / 2; ++j) total.pair[j] = peer == 0 ? x.pair[j] : total.pair[j] + x.pair[j];
+          const u32x4 x = peer == group.rank ? own[first + i] : u32x4{word[0], word[1], word[2], word[3]};
+          add_rank(total, peer, unpack<T>(x));
         }
         sums[first + i] = pack<T>(total);
       }
@@ -127,18 +153,7 @@ struct RankRow {
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i) input[i] = of.in_bounds[i] ? sums[i] : u32x4{};
   }
-  DEVICE void keep(int index, bool in_bounds, u32x4 y) const {
-    if (in_bounds && normed) mem::store((u32x4*)normed + index, y);
-  }
-  // reduce_block over the waves of all blocks of the row.
-  template <class Combine>
-  DEVICE float reduce(float value, float identity, float* partials, int waves, Combine combine) const {
-    if (rows.parts == 1) return reduce_block(value, identity, partials, waves, combine);
-    value = wave::reduce(value, identity, combine);
-    const u32 exchange = row * kExchanges + kExchange<Combine>;
-    const u32 slots = slots_of<Protocol>(group, Protocol::kOwnBlocks, epoch) + exchange * kMaxWaves * 8;
-    return reduce_blocks<Protocol, kRanks>(group, epoch, slots, first_thread, limit, value, identity, waves, combine);
-  }
+  DEVICE u32 words() const { return slots_of<Protocol>(group, Protocol::kOwnBlocks, epoch); }
 };
 
 // Blocks are [rows, parts]: use(row) is called once a block has pushed its part of a row.

@@ -20,6 +20,7 @@
 #include "all_reduce.h"
 #include "device/divisor.h"
 #include "device/flags.h"
+#include "wire.h"
 
 constexpr u32 kStages = 2;
 constexpr u32 kFlagBlocks = 512;    // blocks of a launch, at most
@@ -40,9 +41,15 @@ struct FlaggedRows : RowsOfRanks {
 
 // The protocol's steps as separate functions, so that tests can replace one.
 struct Flagged : OneShot {
-  DEVICE static void put(u64* inbox, u32 at, u32x4 value) { mem::store_payload(inbox, at, value); }
-  DEVICE static u32x4 get(const u64* inbox, u32 at, bool inside) {
-    return mem::load_payload_or_zero(inbox, at, inside);
+  template <class Protocol, class T>
+  using Wire = PlainWire<Protocol, T>;
+  template <class V>
+  DEVICE static void put(u64* inbox, u32 at, V value) {
+    mem::store_payload(inbox, at, value);
+  }
+  template <class V>
+  DEVICE static V get(const u64* inbox, u32 at, bool inside) {
+    return mem::load_payload_or_zero<V>(inbox, at, inside);
   }
   DEVICE static void complete() { mem::complete_payload(); }
   DEVICE static void raise(u64* inbox, u32 at, u32 epoch) { mem::release_flag((u32*)slot(inbox, at), epoch); }
@@ -50,10 +57,16 @@ struct Flagged : OneShot {
   DEVICE static bool is_up(u32 found, u32 epoch) { return found == epoch; }
   DEVICE static u32 slice_end(u32 first, u32 slice, u32 count) { return first + slice < count ? first + slice : count; }
 };
+// The same with both stages' payload as e4m3.
+struct FlaggedE4m3 : Flagged {
+  template <class Protocol, class T>
+  using Wire = E4m3Wire<Protocol, T>;
+};
 
 // A block's part of its rows: the launch from the view of one block.
-template <class Protocol, class T, u32 kRanks, u32 kChunks>
+template <class Protocol, class Wire, class T, u32 kRanks, u32 kChunks>
 struct FlaggedBlock {
+  using Payload = typename Wire::Payload;
   // The number of chunks loaded from all ranks at once.
   static constexpr u32 kMaxAtOnce = kRanks == 2 ? 4 : kRanks == 4 ? 2 : 1;
   static constexpr u32 kAtOnce = kMaxAtOnce < kChunks ? kMaxAtOnce : kChunks;
@@ -84,6 +97,7 @@ struct FlaggedBlock {
       count += left < threads ? left : threads;
     }
     slice = (count + group.ranks - 1) / rows.by_ranks;
+    if constexpr (Wire::kGroup > 1) slice = (slice + Wire::kGroup - 1) & ~(Wire::kGroup - 1);
   }
 
   // Constant but for kernels of four ranks.
@@ -122,11 +136,11 @@ struct FlaggedBlock {
   // Stores the part of all rows to the ranks that sum it.
   DEVICE void send() const {
     for (u32 row = wave::block_id_x(); row < rows.rows; row += rows.row_blocks) {
-      u32x4 mine[kChunks];
+      Payload mine[kChunks];
 #pragma unroll
       for (u32 i = 0; i < kChunks; ++i) {
         const u32 index = i * threads + wave::thread_id();
-        mine[i] = own(row, index, index < count);
+        mine[i] = Wire::encode(own(row, index, index < count), index < count);
       }
       const u32 at = sent_at(row, group.rank);
 #pragma unroll
@@ -137,7 +151,7 @@ struct FlaggedBlock {
 #pragma unroll
         for (u32 i = 0; i < kChunks; ++i) {
           const u32 index = i * threads + wave::thread_id();
-          if (index >= first && index < end) Protocol::put(group.inbox[peer], at + (index - first) * 16, mine[i]);
+          if (index >= first && index < end) Wire::put(group.inbox[peer], at, rows.slot, index - first, mine[i]);
         }
       }
     }
@@ -178,15 +192,15 @@ struct FlaggedBlock {
   // Sums vectors of the part over the ranks; `offset` is what their index is ahead of their place in a slot.
   template <u32 kCount>
   DEVICE void sum(u32 row, const u32 (&index)[kCount], u32 end, u32 offset, u32x4 (&sums)[kCount]) const {
-    u32x4 values[kRanks][kCount];
+    Payload values[kRanks][kCount];
 #pragma unroll
     for (u32 peer = 0; peer < kRanks; ++peer) {
       if (peer >= group.ranks) continue;
 #pragma unroll
       for (u32 i = 0; i < kCount; ++i) {
         const bool inside = index[i] < end && !is_absent(0, peer);  // without a flag, it may be written now
-        if (peer == group.rank) values[peer][i] = own(row, index[i], inside);
-        else values[peer][i] = Protocol::get(group.mine, sent_at(row, peer) + (index[i] - offset) * 16, inside);
+        if (peer == group.rank) values[peer][i] = Wire::encode(own(row, index[i], inside), inside);
+        else values[peer][i] = Wire::get(group.mine, sent_at(row, peer), rows.slot, index[i] - offset, inside);
       }
     }
 #pragma unroll
@@ -195,10 +209,9 @@ struct FlaggedBlock {
 #pragma unroll
       for (u32 peer = 0; peer < kRanks; ++peer) {
         if (peer >= group.ranks) continue;
-        u32x4 value = values[peer][i];
-        if (is_absent(0, peer)) value = u32x4{kNotThere, kNotThere, kNotThere, kNotThere};
-        const Chunk x = unpack<T>(value);
-        for (int j = 0; j < kChunk / 2; ++j) total.pair[j] = peer == 0 ? x.pair[j] : total.pair[j] + x.pair[j];
+        Payload value = values[peer][i];
+        if (is_absent(0, peer)) value = Wire::missing();
+        add_rank(total, peer, unpack<T>(Wire::decode(value)));
       }
       sums[i] = pack<T>(total);
     }
@@ -212,10 +225,11 @@ struct FlaggedBlock {
         const u32 index[1] = {at + wave::thread_id()};
         u32x4 sums[1];
         sum(row, index, end, first, sums);
+        const Payload sent = Wire::encode(sums[0], index[0] < end);
         if (index[0] >= end) continue;
 #pragma unroll
         for (u32 peer = 0; peer < kRanks; ++peer)
-          if (peer < group.ranks) Protocol::put(group.inbox[peer], sums_at(row) + index[0] * 16, sums[0]);
+          if (peer < group.ranks) Wire::put(group.inbox[peer], sums_at(row), threads * kChunks, index[0], sent);
       }
     }
   }
@@ -258,40 +272,31 @@ struct FlaggedBlock {
     }
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i)
-      sums[i] = Protocol::get(group.mine, sums_at(row) + (i * threads + wave::thread_id()) * 16, is_there[i]);
+      sums[i] = Wire::decode(
+          Wire::get(group.mine, sums_at(row), threads * kChunks, i * threads + wave::thread_id(), is_there[i]));
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i)
       if (!is_there[i]) sums[i] = u32x4{kNotThere, kNotThere, kNotThere, kNotThere};
   }
 };
 
-// A row of a block: a row source of device/norm_row.h.
+// A row of a block.
 template <class Block, class Protocol, u32 kRanks>
-struct FlaggedRow {
-  static constexpr bool kLoads = false, kAdds = false;
+struct FlaggedRow : BlockRow<FlaggedRow<Block, Protocol, kRanks>, Protocol, kRanks> {
+  using Base = BlockRow<FlaggedRow, Protocol, kRanks>;
   Block& block;
-  u32 row;
-  u16* normed;  // [hidden] T: the norm before quantization, or null
 
-  DEVICE u32 thread() const { return block.first_thread + wave::thread_id(); }
+  DEVICE FlaggedRow(Block& block, u32 row, u16* normed)
+      : Base{block.group, block.rows, normed, block.epoch, row, block.first_thread, block.limit}, block(block) {}
+
   template <int kChunks>
   DEVICE void fill(RowChunks<kChunks, u32x4> of, u32x4 (&input)[kChunks]) const {
     u32x4 sums[u32(kChunks)];
-    block.load(row, sums);
+    block.load(this->row, sums);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) input[i] = of.in_bounds[i] ? sums[i] : u32x4{};
   }
-  DEVICE void keep(int index, bool in_bounds, u32x4 y) const {
-    if (in_bounds && normed) mem::store((u32x4*)normed + index, y);
-  }
-  template <class Combine>
-  DEVICE float reduce(float value, float identity, float* partials, int waves, Combine combine) const {
-    if (block.rows.parts == 1) return reduce_block(value, identity, partials, waves, combine);
-    value = wave::reduce(value, identity, combine);
-    const u32 slots = block.buffer + (row * kExchanges + kExchange<Combine>)*kMaxWaves * 8;
-    return reduce_blocks<Protocol, kRanks>(block.group, block.epoch, slots, block.first_thread, block.limit, value,
-                                           identity, waves, combine);
-  }
+  DEVICE u32 words() const { return block.buffer; }
 };
 
 template <class RowOut>
@@ -321,7 +326,8 @@ DEVICE void for_flagged_rows(const Group& group, const FlaggedRows& rows, Use us
   LDS static u32 absent[kStages * kMaxRanks];
   if (wave::thread_id() < int(kStages * kMaxRanks)) absent[wave::thread_id()] = 0;  // also of ranks that there are not
   const u32 epoch = epoch_of<Protocol>(group);
-  FlaggedBlock<Protocol, T, kRanks, kChunks> block(group, rows, epoch, absent);
+  FlaggedBlock<Protocol, typename Protocol::template Wire<Protocol, T>, T, kRanks, kChunks> block(group, rows, epoch,
+                                                                                                  absent);
   block.exchange();
   for (u32 row = wave::block_id_x(); row < rows.rows; row += rows.row_blocks) {
     if (row >= rows.row_blocks) block_barrier();  // hazard: LDS of the row before is overwritten
@@ -355,7 +361,7 @@ DEVICE void flagged_all_reduce_norm(const Group& group, const FlaggedRows& rows,
     u16* const copy = normed ? (u16*)normed + i64(row) * norm.hidden : nullptr;
     using Block = __remove_reference_t(decltype(block));
     rms_norm_vector<T, true, Factor::kEither, kChunks>(of_row, OutputAhead<RowOut, kIs16Bit>(output, row),
-                                                       FlaggedRow<Block, Protocol, kRanks>{block, row, copy});
+                                                       FlaggedRow<Block, Protocol, kRanks>(block, row, copy));
   };
   for_flagged_rows<Protocol, T, kRanks, u32(kChunks)>(group, rows, norm_row);
 }

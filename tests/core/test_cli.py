@@ -17,6 +17,7 @@ import torch
 from keys import keyed
 
 import vllm_rocm_ops
+from vllm_rocm_ops.collectives import wire
 from vllm_rocm_ops.core import archs, envs, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.models import config as model_config
@@ -58,6 +59,22 @@ def test_doctor_json_holds_the_same_for_machines(found):
             assert stamp["compiler"]
     assert found["driver"]["status"]
     assert (found["driver"]["backend"] is None) == (found["driver"]["versions"] == {})
+
+
+def test_doctor_says_the_limits_of_the_all_reduce(found, monkeypatch):
+    """Boundaries are by GPUs and hidden size; FP8 is named where a variable allows it."""
+    said = [" ".join(line.split()) for line in doctor.text(found, verbose=True).splitlines()]
+    assert any("hidden sizes up to 16384, bf16 up to 4 MiB, fp16 up to 512 KiB; sends 16 bits" in line for line in said)
+    assert {"predicted on gfx942:", "8 16384 1 to 3 4 to 128 129", "2 7168 1 to 9 10 to 292 293"} <= set(said)
+    monkeypatch.setenv(wire.VARIABLE, wire.FP8)
+    report = found | {"all_reduce": doctor.find_all_reduce(["gfx942"])}
+    said = [" ".join(line.split()) for line in doctor.text(report, verbose=True).splitlines()]
+    assert any(line.endswith("FP8 above 512 KiB") for line in said) and "8 16384 1 to 3 4 to 128 17 129" in said
+    monkeypatch.setenv(wire.VARIABLE, "int4")
+    assert doctor.find_all_reduce(["gfx942"]) == {
+        "limits": f"{wire.VARIABLE} must be bf16 or fp8, got 'int4'",
+        "ways": {},
+    }
 
 
 def test_doctor_fits_one_screen(found):

@@ -38,6 +38,7 @@ class EmulatedGroup:
         code: Path | None = None,
         adapt: Callable[[Launch], Launch] = lambda launch: launch,
         turns: int = TURNS,
+        wire: str = "bf16",
     ):
         self.devices = Devices(arch_name, ranks, seed, turns=turns)
         arch, self.code, self.adapt = self.devices.arch, code, adapt
@@ -58,7 +59,7 @@ class EmulatedGroup:
         for rank, (counters, report) in enumerate(zip(self.counters, self.reports)):
             pointers = counters.data_ptr(), report.data_ptr()
             sizes = capacity, self.flagged_counters[rank].data_ptr(), payload
-            group = launches.Group(rank, addresses, *pointers, blocks, limit_us, *sizes)
+            group = launches.Group(rank, addresses, *pointers, blocks, limit_us, *sizes, wire)
             self.queues.append(Queue(self, rank, epoch, streams))
             self.reduces.append(OneShotAllReduce(group, arch, report, executor=self.queues[-1]))
 

@@ -6,11 +6,15 @@ struct FlagFirst : Flagged {
   DEVICE static void complete() {}
 };
 struct StoreScope : Flagged {
-  DEVICE static void put(u64* inbox, u32 at, u32x4 value) { mem::store_device(mem::buffer(inbox), at, 0, value); }
+  template <class V>
+  DEVICE static void put(u64* inbox, u32 at, V value) {
+    mem::store_device(mem::buffer(inbox), at, 0, value);
+  }
 };
 struct LoadScope : Flagged {
-  DEVICE static u32x4 get(const u64* inbox, u32 at, bool inside) {
-    return mem::load_device_or_zero<u32x4>(mem::buffer(inbox), at, 0, inside);
+  template <class V>
+  DEVICE static V get(const u64* inbox, u32 at, bool inside) {
+    return mem::load_device_or_zero<V>(mem::buffer(inbox), at, 0, inside);
   }
 };
 struct NoRelease : Flagged {
@@ -51,7 +55,25 @@ struct Boundary : Flagged {
   DEVICE static u32 slice_end(u32 first, u32 slice, u32 count) { return Flagged::slice_end(first, slice + 1, count); }
 };
 
-#define SUM(name, Protocol, most)                                                                                    \
+struct Fp8 : FlaggedE4m3 {};
+struct Fp8FlagFirst : FlaggedE4m3 {
+  DEVICE static void complete() {}
+};
+struct Fp8ScaleScope : FlaggedE4m3 {
+  template <class V>
+  DEVICE static void put(u64* inbox, u32 at, V value) {
+    if constexpr (sizeof(V) == 4) mem::store_device(mem::buffer(inbox), at, 0, value);
+    else FlaggedE4m3::put(inbox, at, value);
+  }
+};
+struct Fp8HalfGroups : FlaggedE4m3 {
+  template <class Protocol, class T>
+  struct Wire : E4m3Wire<Protocol, T> {
+    static constexpr u32 kGroup = 8;  // of slices
+  };
+};
+
+#define SUM(name, Protocol, most, chunks)                                                                            \
   KERNEL(512)                                                                                                        \
   name##_##most(u64* inbox0, u64* inbox1, u64* inbox2, u64* inbox3, u64* inbox4, u64* inbox5, u64* inbox6,           \
                 u64* inbox7, u64* mine, u32* counters, u64* report, u32 capacity, u32 rank, u32 ranks, u32 limit_us, \
@@ -65,30 +87,35 @@ struct Boundary : Flagged {
                       rank,                                                                                          \
                       ranks,                                                                                         \
                       limit_us};                                                                                     \
-    flagged_all_reduce<Protocol, Bf16, most, 1>(group,                                                               \
-                                                {{input, input_stride, row_chunks, parts, row_threads},              \
-                                                 rows,                                                               \
-                                                 row_blocks,                                                         \
-                                                 stages,                                                             \
-                                                 slot,                                                               \
-                                                 first,                                                              \
-                                                 buffer,                                                             \
-                                                 {inverse, shift}},                                                  \
-                                                out);                                                                \
+    flagged_all_reduce<Protocol, Bf16, most, chunks>(group,                                                          \
+                                                     {{input, input_stride, row_chunks, parts, row_threads},         \
+                                                      rows,                                                          \
+                                                      row_blocks,                                                    \
+                                                      stages,                                                        \
+                                                      slot,                                                          \
+                                                      first,                                                         \
+                                                      buffer,                                                        \
+                                                      {inverse, shift}},                                             \
+                                                     out);                                                           \
   }
-SUM(right, Right, 2)
-SUM(right, Right, 4)
-SUM(right, Right, 8)
-SUM(flag_first, FlagFirst, 4)
-SUM(store_scope, StoreScope, 4)
-SUM(load_scope, LoadScope, 4)
-SUM(no_release, NoRelease, 4)
-SUM(no_acquire, NoAcquire, 4)
-SUM(no_wait, NoWait, 4)
-SUM(any_epoch, AnyEpoch, 4)
-SUM(swap, Swap, 4)
-SUM(skip_peer, SkipPeer, 4)
-SUM(narrow_epoch, NarrowEpoch, 4)
-SUM(fresh_memory, FreshMemory, 4)
-SUM(dropped, Dropped, 4)
-SUM(boundary, Boundary, 4)
+SUM(right, Right, 2, 1)
+SUM(right, Right, 4, 1)
+SUM(right, Right, 8, 1)
+SUM(flag_first, FlagFirst, 4, 1)
+SUM(store_scope, StoreScope, 4, 1)
+SUM(load_scope, LoadScope, 4, 1)
+SUM(no_release, NoRelease, 4, 1)
+SUM(no_acquire, NoAcquire, 4, 1)
+SUM(no_wait, NoWait, 4, 1)
+SUM(any_epoch, AnyEpoch, 4, 1)
+SUM(swap, Swap, 4, 1)
+SUM(skip_peer, SkipPeer, 4, 1)
+SUM(narrow_epoch, NarrowEpoch, 4, 1)
+SUM(fresh_memory, FreshMemory, 4, 1)
+SUM(dropped, Dropped, 4, 1)
+SUM(boundary, Boundary, 4, 1)
+SUM(fp8, Fp8, 2, 4)
+SUM(fp8, Fp8, 8, 4)
+SUM(fp8_flag_first, Fp8FlagFirst, 8, 4)
+SUM(fp8_scale_scope, Fp8ScaleScope, 8, 4)
+SUM(fp8_half_groups, Fp8HalfGroups, 8, 4)

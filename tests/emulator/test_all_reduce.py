@@ -7,7 +7,16 @@ import re
 
 import pytest
 import torch
-from all_reduce_calls import EPSILON, arguments, bits, check_results, generator_of, inputs_of, place_of_residual
+from all_reduce_calls import (
+    EPSILON,
+    arguments,
+    as_summed,
+    bits,
+    check_results,
+    generator_of,
+    inputs_of,
+    place_of_residual,
+)
 from emulated_group import EmulatedGroup
 from marks import AMD, CHIPS, full
 
@@ -49,6 +58,8 @@ def check_call(
     for inputs, args, results, of_ranks in calls:
         place = place_of_residual(op)
         residuals = [] if place is None else [own[place] for own in of_ranks]
+        inputs, args = as_summed(group.reduces[0], op, inputs, args)
+        assert op or len(inputs) > 1 or torch.equal(results[0][0], *inputs)
         if with_norm:
             normed = [(got[-1],) for got in results]
             plain = ops.rms_norm if place is None or args[place] is None else ops.fused_add_rms_norm

@@ -12,9 +12,11 @@ from marks import AMD, CHIPS, FULL, full
 from test_all_reduce import check_call, name_of
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.collectives import RankMissing, flagged, launches, one_shot
+from vllm_rocm_ops.collectives import RankMissing, flagged, launches, one_shot, wire
+from vllm_rocm_ops.collectives.wire import BF16, FP8, GROUP
 from vllm_rocm_ops.core import archs, kernel_arguments
 from vllm_rocm_ops.core.launch import I64, Launch, code_object
+from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.emulator import errors
 
 PAYLOAD = 1 << 20
@@ -25,15 +27,16 @@ KINDS = (None, *launches.NORMS.values())
 def check(monkeypatch):
     """Return a function that checks a call with a configuration of these stages and blocks per row."""
 
-    def check(arch_name, ranks, op, dtype, rows, hidden, stages=1, parts=1, blocks=64, **how):
+    def check(arch_name, ranks, op, dtype, rows, hidden, stages=1, parts=1, blocks=64, wire=BF16, **how):
         def default(*of):
             return next(each for each in flagged.configs(*of) if (each.stages, each.parts) == (stages, parts))
 
         monkeypatch.setattr(flagged, "default", default)
-        group = EmulatedGroup(arch_name, ranks, rows + hidden, capacity=0, payload=PAYLOAD, blocks=blocks)
+        sizes = {"capacity": 0, "payload": PAYLOAD, "blocks": blocks}
+        group = EmulatedGroup(arch_name, ranks, rows + hidden, **sizes, wire=wire)
         check_call(arch_name, ranks, op, dtype, rows, hidden, group=group, **how)
         symbols = {launch.symbol for queue in group.queues for _, launch, _ in queue.launches}
-        assert all("_flagged_" in symbol for symbol in symbols)
+        assert all("_flagged_fp8_" in symbol if wire == FP8 else "_flagged_" in symbol for symbol in symbols)
 
     return check
 
@@ -85,13 +88,83 @@ def test_the_norm_beside_its_quantization(check):
 
 
 @full
+@pytest.mark.parametrize("wire", (BF16, FP8))
 @pytest.mark.parametrize("arch_name", AMD)
 @pytest.mark.parametrize("hidden", (2048, 6144, 12288))
 @pytest.mark.parametrize("ranks", (2, 4, 8))
 @pytest.mark.parametrize("op", KINDS, ids=name_of)
-def test_every_kernel(check, arch_name, op, ranks, hidden):
-    for stages in flagged.stages_of(ranks):
-        check(arch_name, ranks, op, flagged.DTYPE, 3, hidden, stages, blocks=2, epochs=1)
+def test_every_kernel(check, arch_name, op, ranks, hidden, wire):
+    for stages in flagged.stages_of(ranks, wire):
+        check(arch_name, ranks, op, flagged.DTYPE, 3, hidden, stages, blocks=2, epochs=1, wire=wire)
+
+
+# FP8 on the wire
+
+
+@pytest.mark.parametrize(
+    ("arch_name", "ranks", "op", "rows", "hidden", "stages", "parts", "how"),
+    [
+        (AMD[0], 2, ops.rms_norm_dynamic_per_token_quant, 3, 552, 1, 1, {}),
+        (AMD[1], 2, ops.rms_norm_and_per_block_quant, 1, 2048, 1, 1, {"has_addend": True}),
+        (AMD[0], 4, ops.fused_add_rms_norm_static_fp8_quant, 3, 1032, 2, 1, {}),
+        (AMD[0], 8, ops.rms_norm_per_block_quant, 1, 7168, 2, 1, {}),
+        (AMD[1], 3, ops.fused_add_rms_norm, 2, 2880, 2, 2, {}),
+        (AMD[0], 5, None, 2, 4104, 2, 2, {"padding": 8}),
+    ],
+    ids=name_of,
+)
+def test_fp8_on_the_wire(check, arch_name, ranks, op, rows, hidden, stages, parts, how):
+    """Groups of 128 values are complete and not, slices are of whole groups, and fewer blocks than rows."""
+    check(arch_name, ranks, op, flagged.DTYPE, rows, hidden, stages, parts, blocks=2 * parts, wire=FP8, epochs=1, **how)
+
+
+@pytest.mark.parametrize(("arch_name", "ranks"), [(AMD[0], 2), (AMD[1], 2), (AMD[0], 3)])
+def test_groups_that_are_hard_to_scale(arch_name, ranks):
+    """Bits are the reference's: of zeros, subnormal and largest numbers, borders of powers of two, infinity and NaN."""
+    group = EmulatedGroup(arch_name, ranks, capacity=0, payload=PAYLOAD, wire=FP8)
+    fp8, largest = group.devices.arch.fp8_dtype, torch.finfo(flagged.DTYPE).max
+    inputs = [torch.randn(1, 12 * GROUP + 16, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
+    x = inputs[0]
+    x[0, 0] = 1e6  # a lane behind the last group's end holds it, too
+    hard = [0.0, -0.0, 1e-40, 2.0**-126, largest / 4, 1.75, 1.7578125, 448.0, 450.0, torch.inf, -torch.inf, torch.nan]
+    for number, value in enumerate(hard[1:], 1):
+        for each in inputs:
+            each[0, number * GROUP : (number + 1) * GROUP] *= 1e-3 if abs(value) > 1e-30 else 0
+        x[0, number * GROUP + number] = value
+    inputs = [each.to(flagged.DTYPE) for each in inputs]
+    results = [reduce.sum(each) for reduce, each in zip(group.reduces, inputs)]
+    group.run()
+    wanted = wire.summed(inputs, fp8)
+    assert wanted.isnan().sum() == 3 * GROUP and wanted[:, -16:].abs().max() > 0
+    for result in results:
+        assert torch.equal(result.nan_to_num(7.0, 8.0), wanted.nan_to_num(7.0, 8.0))
+
+
+@pytest.mark.parametrize(("ranks", "error"), [(2, 0.027), (3, 0.038), (8, 0.038)])
+@pytest.mark.parametrize("fp8", LIMIT)
+def test_the_error_of_fp8_on_the_wire(ranks, error, fp8):
+    """Beside the float64 sum of normal values: one rounding to 4 bits with two ranks, two roundings with more."""
+    inputs = [torch.randn(8, 8192, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(ranks)]
+    exact = sum(x.double() for x in inputs)
+    assert abs((wire.summed(inputs, fp8) - exact).norm() / exact.norm() - error) < 1e-3
+
+
+def test_fp8_serves_only_calls_above_one_shot():
+    group = EmulatedGroup(AMD[0], 8, payload=flagged.PAYLOAD, wire=FP8)
+    reduce, most = group.reduces[0], launches.CAPACITY * launches.VALUES_IN_WORD // 16384
+    x = torch.empty(most + 1, 16384, dtype=flagged.DTYPE)
+    assert [reduce.wire(None, x[:rows]) for rows in (1, most, most + 1)] == [BF16, BF16, FP8]
+    reduce.sum(x)
+    assert group.queues[0].launches[-1][1].symbol == "all_reduce_flagged_fp8_bf16_8_x4"
+    padded = torch.empty(2048, 512, dtype=flagged.DTYPE)  # to 2048 columns
+    assert [reduce.wire(None, padded[:rows]) for rows in (1024, 2048)] == [FP8, BF16]
+    assert reduce.wire(None, torch.empty(4097, 512, dtype=flagged.DTYPE)) == BF16, "no kernel"
+
+
+def test_a_wire_that_there_is_not(monkeypatch):
+    monkeypatch.setenv(wire.VARIABLE, "int4")
+    with pytest.raises(ValueError, match="VLLM_ROCM_OPS_ALL_REDUCE_WIRE must be bf16 or fp8, got 'int4'"):
+        wire.chosen()
 
 
 # Schedules, and planted faults
@@ -110,11 +183,14 @@ class WrongSum(AssertionError):
 
 
 ONE, MANY = (1, 1024), (3, 1032)  # the last: slices of no whole wave, and fewer blocks than rows
+OF_FP8 = {size: (size[0], 2056 if FULL else 1160) for size in (ONE, MANY)}  # groups and slices are complete and not
 
 
 def run_sums(built, ranks: int, seed: int, sizes, kernel="right", stages=2, **options) -> None:
     """Run an all-reduce of each size, and compare all sums."""
     arch_name, path = built
+    if kernel.startswith("fp8"):
+        options, sizes = options | {"wire": FP8}, [OF_FP8[size] for size in sizes]
 
     def adapt(launch: Launch) -> Launch:
         takes = kernel_arguments.parameters(code_object(launch.module, arch_name), launch.symbol)
@@ -126,7 +202,8 @@ def run_sums(built, ranks: int, seed: int, sizes, kernel="right", stages=2, **op
             return value - (1 << 32) if type == "u32" and value >= 1 << 31 else value
 
         values = (given(name, type) for name, (_, type) in takes.arguments.items())
-        return Launch("", f"{kernel}_{ranks}", launch.grid, launch.block, tuple(values))
+        of_ranks = 8 if ranks > 2 and kernel.startswith("fp8") else ranks
+        return Launch("", f"{kernel}_{of_ranks}", launch.grid, launch.block, tuple(values))
 
     group = EmulatedGroup(
         arch_name, ranks, seed, capacity=0, payload=PAYLOAD, blocks=2, code=path, adapt=adapt, **options
@@ -137,7 +214,8 @@ def run_sums(built, ranks: int, seed: int, sizes, kernel="right", stages=2, **op
         patch.setattr(flagged, "configs", lambda *of: [each for each in usual(*of) if each.stages == stages])
         for size in sizes:
             inputs = [torch.randint(-15, 16, size, generator=generator).bfloat16() for _ in range(ranks)]
-            calls.append((sum(inputs), [reduce.sum(x) for reduce, x in zip(group.reduces, inputs)]))
+            wanted = wire.summed(inputs, group.devices.arch.fp8_dtype) if "wire" in options else sum(inputs)
+            calls.append((wanted, [reduce.sum(x) for reduce, x in zip(group.reduces, inputs)]))
     group.run()
     for number, (wanted, results) in enumerate(calls):
         for rank, result in enumerate(results):
@@ -153,6 +231,13 @@ def test_schedules(built, ranks, stages):
     """Four launches, so that each buffer is used again, with grids of other sizes between."""
     for seed in range(max(1, (400 if FULL else 4) // ranks)):
         run_sums(built, ranks, seed, (ONE, MANY, ONE, MANY), stages=stages)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2), pytest.param(8, 2, marks=full)])
+def test_schedules_with_fp8(built, ranks, stages):
+    for seed in range(max(1, (200 if FULL else 2) // ranks)):
+        run_sums(built, ranks, seed, (ONE, MANY, ONE, MANY), "fp8", stages)
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2)])
@@ -175,6 +260,9 @@ BUGS = {
     "fresh_memory": (errors.GlobalRace, {"epoch": 2**32 - 2}),
     "dropped": (WrongSum, {}),
     "boundary": ((errors.GlobalRace, WrongSum), {}),
+    "fp8_flag_first": (errors.StaleRead, {}),
+    "fp8_scale_scope": (errors.StaleRead, {}),
+    "fp8_half_groups": (WrongSum, {}),
     "two_streams": ((errors.GlobalRace, errors.Deadlock, WrongSum), {"kernel": "right", "streams": 2}),
 }
 """The error that finds each planted fault, and the arguments of its launches."""
@@ -197,12 +285,12 @@ def test_protocol_faults_are_found_within_a_few_schedules(built, bug):
 # A rank that never comes
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (8, 2)])
-def test_a_missing_rank_is_reported_with_nan_results(monkeypatch, ranks, stages):
+@pytest.mark.parametrize(("ranks", "stages", "wire"), [(2, 1, BF16), (8, 2, BF16), (2, 1, FP8), (3, 2, FP8)])
+def test_a_missing_rank_is_reported_with_nan_results(monkeypatch, ranks, stages, wire):
     """The other ranks end with NaN in every row, the next calls in one shot too, and so does the late rank."""
     usual = flagged.configs
     monkeypatch.setattr(flagged, "configs", lambda *of: [each for each in usual(*of) if each.stages == stages])
-    group = EmulatedGroup(AMD[0], ranks, seed=ranks, capacity=1024, payload=PAYLOAD, limit_us=16)
+    group = EmulatedGroup(AMD[0], ranks, seed=ranks, capacity=1024, payload=PAYLOAD, limit_us=16, wire=wire)
     late, many, few = ranks - 1, torch.ones(3, 1024).bfloat16(), torch.ones(1, 1024).bfloat16()
     whole = [reduce.sum(many) for reduce in group.reduces]
     group.run()

@@ -13,6 +13,7 @@ from fakes import Fake, FakeClock
 from marks import FULL
 
 from vllm_rocm_ops import collectives, ops
+from vllm_rocm_ops.collectives import wire
 from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core.stats import counter
 from vllm_rocm_ops.tools import first_start, smoke
@@ -116,17 +117,31 @@ def records(folder: Path) -> list[kernel_selection.Record]:
 
 
 class OverGloo:
-    """An all-reduce of processes, which may flip a bit, or miss the other rank after some launches, if not 0."""
+    """An all-reduce of processes, which may flip a bit, or miss the other rank after some launches, if not 0.
 
-    def __init__(self, cpu_group, device, *, all_reduce, seconds=None, blocks=4, flips=False, missing_after=0):
-        self.seconds, self.group, self.flips, self.missing = seconds, Fake(blocks=blocks, payload=0), flips, ""
+    It may send FP8 from some rows on.
+    """
+
+    arch = archs.named("gfx950")
+
+    def __init__(
+        self, cpu_group, device, *, all_reduce, seconds=None, blocks=4, flips=False, missing_after=0, fp8_from=0
+    ):
+        self.seconds, self.fp8_from, self.flips, self.missing = seconds, fp8_from, flips, ""
+        self.group = Fake(blocks=blocks, payload=0, wire=wire.FP8 if fp8_from else wire.BF16)
         self.missing_after, self.launched, self.is_closed = missing_after, 0, False
+
+    def wire(self, op, x, *args):
+        return self.group.wire if len(x) >= self.fp8_from else wire.BF16
 
     def sum(self, x):
         parts = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather(parts, x)
         self.launched += 1
-        total = sum(part.float() for part in parts).to(x.dtype)
+        sends_fp8 = self.wire(None, x) == wire.FP8
+        total = (
+            wire.summed(parts, self.arch.fp8_dtype) if sends_fp8 else sum(part.float() for part in parts).to(x.dtype)
+        )
         if self.flips:
             total.view(torch.int16)[0, 0] ^= 1
         return total

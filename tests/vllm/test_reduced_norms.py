@@ -28,7 +28,8 @@ from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core.correctness import as_tuple
 from vllm_rocm_ops.vllm.graph import all_reduce_norm, all_reduce_timing, compilation, compiled_ops, rewrite
-from vllm_rocm_ops.vllm.selection import kernel_selection
+from vllm_rocm_ops.vllm.selection import kernel_selection, report
+from vllm_rocm_ops.vllm.selection.key import FP8_SUMS
 
 pytestmark = pytest.mark.usefixtures("configuration", "schemas")
 TP, EPSILON = "tp:0", 1e-6
@@ -299,6 +300,30 @@ def test_ranks_measure_together_and_agree():
     assert sorted(map(str, record.shapes)) == KEYS_MEASURED and record.off == {}
     for by_tokens in record.shapes.values():
         assert (by_tokens[4].plugin_us, by_tokens[4].baseline_us) == (3.0, 2.0) and 0 < by_tokens[1].error < 0.1
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_fp8_on_the_wire(wrong):
+    """It is timed under keys of its own and may have its known errors, which are reported, and no others."""
+
+    def rank(group):
+        class Reduce(OverGloo):
+            def sum(self, x):
+                return super().sum(x) * (1.01 if wrong and len(x) > 1 else 1)
+
+        return start(group, GroupClock(8), functools.partial(Reduce, fp8_from=2))
+
+    found, record = both(rank), kernel_selection.record_here()
+    assert sorted(map(str, record.shapes)) == [f"{key}{FP8_SUMS}" for key in KEYS_MEASURED]
+    if wrong:
+        assert record.off["all_reduce"].startswith("rank 0: relative error 0.0") and "all_reduce" not in found[0]
+        return
+    assert {tuple(serves) for serves in found[0].values()} == {(1, 2, 3, 4)} and record.off == {}
+    of_sums = next(times for key, times in record.shapes.items() if key.op == "all_reduce")
+    assert of_sums[1].error == of_sums[1].baseline_error < 0.002 and 0.02 < of_sums[4].error < 0.03
+    lines = report.fp8_sums(record)
+    assert len(lines) == len(KEYS_MEASURED) and all(" may send FP8: relative error up to " in line for line in lines)
 
 
 def test_token_counts_to_time():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.collectives import wire
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Address, Launch
 from vllm_rocm_ops.core.op import Op
@@ -29,6 +30,7 @@ WORD_BYTES, VALUES_IN_WORD = 8, 2  # a word has two 16-bit values and its epoch
 CAPACITY = 512 * 1024 // 2 // VALUES_IN_WORD
 """Words per call: on two H200 stages (flagged.py) are faster from 1 MiB of values on, on MI300X from about 128 KiB (predicted)."""
 MAX_BLOCK_THREADS, MAX_ROW_THREADS = 512, 1024
+KERNEL_RANKS = (2, 4, 8)  # most ranks of a kernel
 CHUNKS = (1, 2)  # vectors per thread
 PARTS = (1, 2, 4, 8)
 LARGEST_HIDDEN = MAX_ROW_THREADS * CHUNKS[-1] * rowwise.VECTOR
@@ -62,7 +64,7 @@ class Group:
 
     It has the addresses of all inboxes, of this rank's counters and of the host's `report` word; `blocks` is the limit of resident
     blocks per launch, `capacity` is in words. Launches of flagged.py have counters of their own and `payload` bytes per buffer of an
-    inbox; without any there are none.
+    inbox; without any there are none. They send FP8 above `capacity` if `wire` says so (wire.py).
     """
 
     rank: int
@@ -74,6 +76,7 @@ class Group:
     capacity: int = CAPACITY
     flagged_counters: int = 0
     payload: int = 0
+    wire: str = wire.BF16
 
     @property
     def ranks(self) -> int:
@@ -104,6 +107,8 @@ class Config:
     threads: int
     chunks: int
     prefix = ""  # of a kernel's name
+    kernel_ranks = KERNEL_RANKS  # most ranks of its kernels
+    wire = wire.BF16
 
     def args(self, a, group: Group) -> dict[str, object]:
         """Return the kernel arguments that only kernels of one protocol have."""
@@ -174,7 +179,7 @@ def default(a, arch: Arch, group: Group) -> Config:
 
 def symbol(op: Op | None, dtype: torch.dtype, ranks: int, config: Config) -> str:
     """Return the kernel's name."""
-    most = next(most for most in (2, 4, 8) if ranks <= most)
+    most = next(most for most in config.kernel_ranks if ranks <= most)
     norm = "" if op is None else op.name.removeprefix("fused_add_") + "_"
     return f"all_reduce_{config.prefix}{norm}{rowwise.ELEMENTS[dtype]}_{most}_x{config.chunks}"
 
@@ -222,7 +227,7 @@ def symbols(
     """Return the kernels of these configurations and dtypes by their file in csrc/ops."""
     by_module: dict[str, set[str]] = {}
     for op in (None, *NORMS.values()):
-        for dtype, most, config in itertools.product(dtypes, (2, 4, 8), configs):
+        for dtype, most, config in itertools.product(dtypes, KERNEL_RANKS, configs):
             module = config.module(SUM if op is None else MODULES[op.name])
             by_module.setdefault(module, set()).add(symbol(op, dtype, most, config))
     return by_module

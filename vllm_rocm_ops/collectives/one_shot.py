@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.collectives import flagged, launches
+from vllm_rocm_ops.collectives import wire as wires
 from vllm_rocm_ops.collectives.launches import Group, Sum
 from vllm_rocm_ops.core import arguments, envs, kernel_arguments
 from vllm_rocm_ops.core import launch as core
@@ -92,6 +93,12 @@ class OneShotAllReduce:
             ValueError: The op's contract is broken.
         """
         return protocol(op, self._arguments(op, args), self.arch, self.group)[1]
+
+    def wire(self, op: Op | None, *args) -> str:
+        """Return what a call's kernel sends, of wire.py; bf16 where none supports it."""
+        a = self._arguments(op, args)
+        planner, _ = protocol(op, a, self.arch, self.group)
+        return planner.default(a, self.arch, self.group).wire if planner else wires.BF16
 
     def sum(self, input: Tensor) -> Tensor:
         """Return the sum of all ranks' inputs [..., hidden], bf16 or fp16, rounded once."""

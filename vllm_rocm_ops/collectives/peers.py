@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.collectives import flagged, launches
+from vllm_rocm_ops.collectives import wire as wires
 from vllm_rocm_ops.collectives.launches import Group
 from vllm_rocm_ops.collectives.one_shot import OneShotAllReduce, limit_us
 from vllm_rocm_ops.core import archs
@@ -22,11 +23,11 @@ from vllm_rocm_ops.core import launch as core
 class RankMemory:
     """A rank's own memory: its inbox, counters, and the host word that receives errors of kernels."""
 
-    def __init__(self, device: torch.device, capacity: int, payload: int):
+    def __init__(self, device: torch.device, capacity: int, payload: int, wire: str):
         arch = archs.of_device(device.index) if device.type == "cuda" else None
         if arch is None:
             raise RuntimeError(f"there are no kernels for {device}")
-        self.device, self.arch, self.capacity, self.payload = device, arch, capacity, payload
+        self.device, self.arch, self.capacity, self.payload, self.wire = device, arch, capacity, payload, wire
         self.runtime, why = core.runtime()
         if why:
             raise RuntimeError(why)
@@ -41,7 +42,7 @@ class RankMemory:
         blocks = self.arch.compute_units // on_device
         pointers = counters, self.report.data_ptr()
         sizes = self.capacity, flagged_counters, self.payload
-        return Group(rank, tuple(inboxes), *pointers, blocks, limit_us, *sizes)
+        return Group(rank, tuple(inboxes), *pointers, blocks, limit_us, *sizes, self.wire)
 
     def free(self) -> None:
         """Free the inbox."""
@@ -83,6 +84,7 @@ def create(
     capacity: int = launches.CAPACITY,
     payload: int = flagged.PAYLOAD,
     seconds: float | None = None,
+    wire: str | None = None,
 ) -> OneShotAllReduce:
     """Create the all-reduce of a torch.distributed group. Collective.
 
@@ -93,6 +95,7 @@ def create(
         capacity: Words per call, of two values each.
         payload: Bytes per buffer of calls with more values, or 0 for none.
         seconds: Time limit of a wait for a rank, by default $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT.
+        wire: What calls with more values send, "bf16" or "fp8", by default $VLLM_ROCM_OPS_ALL_REDUCE_WIRE.
 
     Returns:
         This rank's all-reduce.
@@ -107,12 +110,19 @@ def create(
 
     def make():
         _check_ranks(ranks)
-        own = RankMemory(device, capacity, payload)
+        own = RankMemory(device, capacity, payload, wires.chosen(wire))
         owns.append(own)
-        return _boot(), own.arch.name, (capacity, payload), limit, own.runtime.memory_handle(device.index, own.inbox)
+        return (
+            _boot(),
+            own.arch.name,
+            (capacity, payload),
+            own.wire,
+            limit,
+            own.runtime.memory_handle(device.index, own.inbox),
+        )
 
     def open_all(shared: list) -> None:
-        for what, values in zip(("machine", "architecture", "capacity", "limit"), zip(*shared)):
+        for what, values in zip(("machine", "architecture", "capacity", "wire", "limit"), zip(*shared)):
             if len(set(values)) > 1:
                 raise ValueError(f"all ranks must have one {what}, got {', '.join(map(str, values))}")
         for peer, (*_, handle) in enumerate(shared):
@@ -152,10 +162,12 @@ def in_process(
     capacity: int = launches.CAPACITY,
     payload: int = flagged.PAYLOAD,
     seconds: float | None = None,
+    wire: str | None = None,
 ) -> list[OneShotAllReduce]:
     """Create all ranks of a group in this process, on one GPU. Each rank's calls go to its own stream."""
     _check_ranks(ranks)
-    limit, owns = limit_us(seconds), [RankMemory(device, capacity, payload) for _ in range(ranks)]
+    limit, sent = limit_us(seconds), wires.chosen(wire)
+    owns = [RankMemory(device, capacity, payload, sent) for _ in range(ranks)]
     inboxes = [own.inbox for own in owns]
 
     def release() -> None:

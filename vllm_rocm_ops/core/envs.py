@@ -44,6 +44,11 @@ VARIABLES = {
             "seconds that the plugin's all-reduce waits for a rank before it fails the step",
         ),
         Variable(
+            "VLLM_ROCM_OPS_ALL_REDUCE_WIRE",
+            "bf16",
+            "`fp8` lets the plugin's all-reduce send FP8 in calls above 512 KiB: faster, less exact",
+        ),
+        Variable(
             "VLLM_ROCM_OPS_ATTENTION",
             "0",
             "1 runs the plugin's decode attention wherever it is supported, faster or not",

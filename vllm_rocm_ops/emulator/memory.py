@@ -21,6 +21,11 @@ _least, _most, _any_bits = np.minimum.reduce, np.maximum.reduce, np.bitwise_or.r
 _ONES = {size: np.frombuffer(b"\1" * size, dtype)[0] for size, dtype in WORD.items()}
 
 
+def _is_word(size: int, unit: int, where) -> bool:
+    """True if an access to memory between devices is one of a word (words.py): kernels access a payload by buffer instructions."""
+    return size == unit == 8 and not where.ins.mnemonic.startswith("buffer_")
+
+
 def span_of(tensor) -> tuple[int, int]:
     """Return the first byte and the end of a tensor's memory."""
     start = tensor.data_ptr()
@@ -225,7 +230,7 @@ class Space:
         for region, offsets, index, unit in self.find(a, size, align, where):
             if region.words is not None:
                 rows = where.rows if index is None else where.rows[index]
-                values = region.words.load(offsets, size, scope, size == unit == 8, w, where, rows, atomic)
+                values = region.words.load(offsets, size, scope, _is_word(size, unit, where), w, where, rows, atomic)
                 if values is not None:
                     if index is None:
                         return values
@@ -276,12 +281,12 @@ class Space:
             mine = values if index is None else values[index]
             if region.words is not None:
                 rows = where.rows if index is None else where.rows[index]
-                is_word = size == unit == 8
-                if self.races and not atomic and not is_word:
+                as_word = _is_word(size, unit, where)
+                if self.races and not atomic and not as_word:
                     old = region.data[offsets[:, None] + np.arange(size)]
                     self.accesses.check_order(region, offsets, size, index, w, where, (old, mine), SYSTEM)
-                region.words.store(offsets, mine, scope, is_word, w, where, rows)
-                if self.races and not is_word:
+                region.words.store(offsets, mine, scope, as_word, w, where, rows)
+                if self.races and not as_word:
                     self.accesses.stamp(region, offsets, size, index, w, where, None, scope)
                 changed = True
                 continue

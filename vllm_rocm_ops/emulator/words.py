@@ -4,8 +4,9 @@ A store stays in its device's store buffer and becomes visible after a random nu
 s_waitcnt that completes a store at system scope (sc0 sc1) makes it visible; a store below system scope stays until a buffer_wbl2 sc0
 sc1. A wave sees its own stores. Accesses wider than 8 bytes, or not aligned to them, are split into pieces of at most 4 bytes.
 
-An 8-byte access counts as a word: a value in the low half and an epoch in the high half. Only the word itself orders such accesses. A
-launch awaits one epoch. A word is used correctly if
+An 8-byte access counts as a word: a value in the low half and an epoch in the high half. Only the word itself orders such accesses.
+Kernels access a payload, which flags order, by buffer instructions: theirs are none. A launch awaits one epoch. A word is used correctly
+if
 
 - it is stored as one, at system scope, with the epoch of the launch, once per epoch, after its reader has read the previous one;
 - it is loaded as one, at system scope, and its value is used only if a store of the run gave it the awaited epoch. The value of any

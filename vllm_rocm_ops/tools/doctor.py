@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 
 import vllm_rocm_ops
+from vllm_rocm_ops.collectives import wire
 from vllm_rocm_ops.core import archs, envs
 from vllm_rocm_ops.core import launch as launches
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.op import Op
+from vllm_rocm_ops.tools import all_reduce_limits as limits
 from vllm_rocm_ops.tools.explain import explain
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection import report as selection_report
@@ -38,6 +40,7 @@ def find() -> dict:
         "measured": find_measured(envs.tables()),
         "reached": find_reached(envs.tables()),
         "machine": kernel_selection.machine(),
+        "all_reduce": find_all_reduce(known or [*archs.ARCHS]),
         "vllm": find_vllm(),
         "emulator": find_emulator(),
         "environment": {name: os.environ[name] for name in envs.VARIABLES if name in os.environ},
@@ -98,6 +101,16 @@ def find_reached(folder: Path) -> list[dict]:
     return coverage.read(folder)
 
 
+def find_all_reduce(names: list[str]) -> dict:
+    """Return the limits of the all-reduce, and the ways that it is predicted to go on each arch."""
+    try:
+        sent = wire.chosen()
+    except ValueError as error:
+        return {"limits": str(error), "ways": {}}
+    by_arch = {name: limits.ways(archs.ARCHS[name], sent) for name in dict.fromkeys(names)}
+    return {"limits": limits.summary(sent), "ways": by_arch}
+
+
 def reached_lines(starts: list[dict]) -> list[str]:
     """Format the result of `find_reached`."""
     lines = []
@@ -125,6 +138,7 @@ def measured_lines(records: list[dict], machine: dict[str, str], verbose: bool) 
         lines += [f"{op} is off: {why} (to measure again, remove the file)" for op, why in record.off.items()]
         lines += selection_report.wrong_baselines(record)
         lines += selection_report.beside_named(record)
+        lines += selection_report.fp8_sums(record)
         lines += selection_report.table(record) if verbose else []
         lines += [*columns(selection_report.summary(record)), *columns(selection_report.advice(record))]
     return lines or ["nothing yet: vLLM's workers measure at startup"]
@@ -243,6 +257,9 @@ def text(report: dict, verbose: bool = False) -> str:
     section("tuned tables", *columns([(", ".join(counts) or "no rows", tuned["folder"])]))
     section("measured", *measured_lines(report["measured"], report["machine"], verbose))
     section("reached", *reached_lines(report["reached"]))
+    by_arch = report["all_reduce"]["ways"].items() if verbose else ()
+    ways = (line for arch, found in by_arch for line in (f"predicted on {arch}:", *columns(limits.table(found))))
+    section("all-reduce", report["all_reduce"]["limits"], *ways)
     section("vLLM", *filter(None, [vllm["version"], vllm["why_off"]]))
     if not vllm["plugin"]:
         section("", f"entry point {PLUGIN} not found, so vLLM does not load the plugin: pip install vllm-rocm-ops")

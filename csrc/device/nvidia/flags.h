@@ -1,16 +1,20 @@
-// Payload and flag apart, between devices: 16-byte stores and loads, and the flag that follows them. The flag's release
+// Payload and flag apart, between devices: stores and loads, and the flag that follows them. The flag's release
 // and acquire at system scope order the payload of a whole block, which a barrier joins (PTX ISA, "Causality order").
 #pragma once
 #include "../gpu.h"
 
 namespace mem {
 
-// 16 bytes at base + at; `base` is uniform.
-DEVICE void store_payload(void* base, u32 at, u32x4 value) { store((u8*)base + at, value); }
+// 4, 8 or 16 bytes at base + at; `base` is uniform.
+template <class V>
+DEVICE void store_payload(void* base, u32 at, V value) {
+  store((u8*)base + at, value);
+}
 // The same bytes, or zeros.
-DEVICE u32x4 load_payload_or_zero(const void* base, u32 at, bool inside) {
-  u32x4 value = {};
-  if (inside) value = load<u32x4>((const u8*)base + at);
+template <class V>
+DEVICE V load_payload_or_zero(const void* base, u32 at, bool inside) {
+  V value = {};
+  if (inside) value = load<V>((const u8*)base + at);
   return value;
 }
 // Nothing to wait for: the release below does.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops import collectives, ops
-from vllm_rocm_ops.collectives import flagged, launches
+from vllm_rocm_ops.collectives import flagged, launches, wire
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.core.correctness import as_tuple
@@ -36,7 +36,7 @@ from vllm_rocm_ops.vllm.graph.all_reduce_norm import Call, GroupAllReduce
 from vllm_rocm_ops.vllm.selection import comparison, kernel_selection, kernel_timing, watchdog
 from vllm_rocm_ops.vllm.selection.group_clock import Clock
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided, Measured, Record
-from vllm_rocm_ops.vllm.selection.key import Baseline, Key
+from vllm_rocm_ops.vllm.selection.key import FP8_SUMS, Baseline, Key
 from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, copies, warn_broken
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
@@ -94,8 +94,9 @@ class AllReduceComparison:
     def __init__(self, call: Call, norm: torch.nn.Module | None, group, reduce: Callable, device: torch.device):
         self.call, self.norm, self.group, self.reduce, self.device = call, norm, group, reduce, device
         self.op = getattr(ops, call.norm) if call.norm else None
-        baseline = Baseline(f"{group.world_size}-ranks" + f"-{AITER}" * is_aiters(call))
-        self.key = Key(call.op.name, call.describe(), baseline)
+        name = f"{group.world_size}-ranks" + f"-{AITER}" * is_aiters(call)
+        name += FP8_SUMS * (reduce.group.wire == wire.FP8)
+        self.key = Key(call.op.name, call.describe(), Baseline(name))
 
     def inputs(self, tokens: int, seed: int) -> tuple[list[Tensor], tuple]:
         """Return the inputs of all ranks, and the further arguments."""
@@ -157,6 +158,14 @@ class AllReduceComparison:
         *plain, values, scale = outputs if len(outputs) > 1 else (*outputs, None)
         return [*plain, values if scale is None else compiled_ops.dequantized(values, scale), *residual]
 
+    def with_fp8(self, every: list[Tensor], args: tuple) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Return the results of `baseline` and `exact` with FP8 on the wire, None where the plugin's launch sends none."""
+        if self.reduce.wire(self.op, every[0], *args) != wire.FP8:
+            return None
+        total, given = wire.summed(every, self.reduce.arch.fp8_dtype), list(copies(args))
+        outputs = (total,) if self.op is None else (*as_tuple(self.op.call(total, *given)), *self._residual(given))
+        return self.results(outputs, given), self.exact([total], args)
+
     def exact(self, every: list[Tensor], args: tuple) -> list[Tensor]:
         """Return the reference result in float32, in the order of `results`."""
         x = sum(each.float() for each in every)
@@ -210,8 +219,12 @@ def measure(both: AllReduceComparison, tokens: int, clock: Clock, agree: Callabl
         rows, columns = torch.arange(tokens, device=both.device), torch.arange(both.call.hidden, device=both.device)
         errors = [0.0, 0.0]
         try:
-            each = zip(plugin, baseline, both.exact(*sets[0]), strict=True)
+            exact = both.exact(*sets[0])
+            beside = both.with_fp8(*sets[0])  # its errors are known, and no others are allowed
+            each = zip(plugin, *(beside or (baseline, exact)), strict=True)
             errors, *_ = [comparison.check(*results, rows, columns) for results in each]
+            if beside:
+                errors = [comparison.relative(one[0].float() - exact[0], exact[0]) for one in (plugin, baseline)]
         except Mismatch as error:
             return str(error), "", *errors
         return "", digest(list(raw)), *errors

@@ -343,13 +343,15 @@ def agree(
 
 
 def log_results(record: Record, decided: Decided, known: set[Key]) -> None:
-    """Warn of ops that are off, of wrong baselines, and of named backends where the plugin serves. Log the known shapes' tables."""
+    """Warn of ops that are off, of wrong baselines, and of named backends where the plugin serves. Log FP8 sums and tables."""
     log_off(decided.off)
     here = dataclasses.replace(record, shapes={key: times for key, times in record.shapes.items() if key in known})
     for line in report.wrong_baselines(here):
         logger.warning("vllm-rocm-ops: %s. vLLM's kernel serves, as without the plugin", line)
     for line, serves in report.beside_named(here).items():
         logger.log(logging.WARNING if serves else logging.INFO, "vllm-rocm-ops: %s", line)
+    for line in report.fp8_sums(here):
+        logger.info("vllm-rocm-ops: %s", line)
     if lines := report.table(here):
         logger.info("vllm-rocm-ops: selected kernels on this GPU:\n%s", "\n".join(lines))
         logger.info("vllm-rocm-ops: what serves:\n%s", "\n".join(report.columns(report.summary(here))))

@@ -36,6 +36,8 @@ SEPARATE = Baseline("separate")
 """The plugin's own kernels in two launches."""
 
 
+FP8_SUMS = "-fp8-sums"
+"""The end of an all-reduce's baseline where the plugin's sends FP8 in large calls."""
 ONE_PLUS = " one-plus"
 """The trait of norms that multiply by 1 + weight, in the shape of a pattern."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.selection.comparison import NOT_FINITE
 from vllm_rocm_ops.vllm.selection.kernel_selection import MARGIN, Measured, Record, serves_by_tokens
-from vllm_rocm_ops.vllm.selection.key import AITER_OFF, AITER_ON, Key
+from vllm_rocm_ops.vllm.selection.key import AITER_OFF, AITER_ON, FP8_SUMS, Key
 
 HEADER = ("op", "shape and vLLM's kernel", "tokens", "plugin us", "vLLM us", "runs", "plugin error", "vLLM error")
 
@@ -106,6 +106,17 @@ def wrong_baselines(record: Record) -> list[str]:
         hint = f"; {AITER_OFF} avoids it" if "aiter" in baseline.lower() else ""
         more = f", and {len(each) - 1} more sizes" * (len(each) > 1)
         lines.append(f"{baseline}, vLLM's kernel for {op}, is wrong on this GPU: {max(each)[1]}{more}{hint}")
+    return lines
+
+
+def fp8_sums(record: Record) -> list[str]:
+    """Return a line for each all-reduce that sends FP8: the largest relative errors."""
+    lines = []
+    for key, measured in record.shapes.items():
+        known = [times for times in measured.values() if times.error is not None]
+        if key.baseline.name.endswith(FP8_SUMS) and known:
+            plugin, vllm = (max(getattr(times, name) for times in known) for name in ("error", "baseline_error"))
+            lines.append(f"{key.op} {key.call} may send FP8: relative error up to {plugin:.1e}, vLLM's {vllm:.1e}")
     return lines
 
 

@@ -1,0 +1,135 @@
+"""Print what fewer bits on the wire cost an all-reduce, and what they may save: errors beside float64, and predicted times.
+
+    python serving_benchmarks/all_reduce_wire.py [--ranks 2 4 8] [--hidden 16384 7168] [--rows 32 64 128]
+
+Errors are of the sum alone, relative to its norm, by PyTorch on the CPU; the kernels' sums have these bits (tests/emulator/test_flagged.py).
+INT4 is QuickReduce's in vLLM 0.33, which rounds a block of 32 values before each of two trips and sums in fp16. Inputs are
+
+    normal      independent normal values on each rank
+    outliers    the same, 0.1 % of the columns a thousand times as large
+    opposed     ranks in pairs of nearly opposed values: the sum is a tenth of what each rank sends
+
+Times are by the costs of collectives/flagged.py, without a launch's fixed part. `bf16` and `fp8` are the plugin's launches, which are
+the same where one shot is allowed. `sharded` is no kernel of it: each rank norms its own rows, keeps their residual, and sends static FP8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from vllm_rocm_ops import ops
+from vllm_rocm_ops.collectives import flagged, launches, wire
+from vllm_rocm_ops.core import archs
+from vllm_rocm_ops.core.arch import Arch
+
+INPUTS = ("normal", "outliers", "opposed")
+PRODUCTS = {"MI300X": "gfx942", "H200": "sm_90"}
+INT4_BLOCK = 32
+COLUMNS = 16384
+ROWS = 16
+
+
+def inputs(kind: str, ranks: int) -> list[Tensor]:
+    """Return an input for each rank."""
+    generator = torch.Generator().manual_seed(ranks)
+    made = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(ranks)]
+    if kind == "outliers":
+        for each in made:
+            each[:, torch.randperm(COLUMNS, generator=generator)[: COLUMNS // 1000]] *= 1000
+    if kind == "opposed":
+        made[1::2] = [one / 10 - other for one, other in zip(made[1::2], made[::2])]
+    return [each.bfloat16() for each in made]
+
+
+def int4(x: Tensor) -> Tensor:
+    """Return fp16 values as QuickReduce's INT4 receives them: scaled by the largest of 32, with its sign, to -8."""
+    blocks = x.unflatten(-1, (-1, INT4_BLOCK, 2)).transpose(-1, -2)  # a lane's pairs are of two blocks
+    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = (largest * -0.125).half()
+    levels = (blocks / (scale + 6e-8)).clamp(-8, 7).round()
+    return (levels * scale).half().transpose(-1, -2).flatten(-3)
+
+
+def sums(of: list[Tensor]) -> dict[str, Tensor]:
+    """Return the sum by each way to send."""
+    total = sum(int4(each.half().float()).half() for each in of)
+    by_way = {"bf16": sum(each.float() for each in of).bfloat16()}
+    by_way |= {
+        f"fp8, {name}": wire.summed(of, arch.fp8_dtype) for name, arch in archs.ARCHS.items() if arch.vendor == "amd"
+    }
+    return by_way | {"INT4": int4(total.float())}
+
+
+def errors(ranks: list[int]) -> list[tuple[str, ...]]:
+    """Return the table of errors beside float64."""
+    rows: list[tuple[str, ...]] = []
+    for number in ranks:
+        for kind in INPUTS:
+            of = inputs(kind, number)
+            exact = sum(each.double() for each in of)
+            found = {name: (each.double() - exact).norm() / exact.norm() for name, each in sums(of).items()}
+            rows = rows or [("ranks", "inputs", *found)]
+            rows.append((str(number), kind, *(f"{float(error):.2e}" for error in found.values())))
+    return rows
+
+
+def sharded(rows: int, hidden: int, ranks: int, arch: Arch) -> float:
+    """Return the predicted us of a launch whose ranks norm their own rows: bf16 there, static FP8 back, by two flags.
+
+    All blocks store and load; own rows' blocks also sum and norm.
+    """
+    costs, own = arch.costs.collective, -(-rows // ranks)
+    most = min(launches.PARTS[-1], arch.compute_units // own) * own
+    of_all = hidden * (2 + 1) * rows / min(rows * launches.PARTS[-1], arch.compute_units)
+    of_own = hidden * (2 * ranks + ranks - 1) * own / most
+    wires = own * hidden * (2 + 1) / costs.peer_bytes_per_us(ranks)
+    return wires + (of_all + of_own) / costs.unit_bytes_per_us + costs.exchange_us + 2 * costs.hop_us
+
+
+def times(ranks: list[int], hiddens: list[int], rows: list[int], arch: Arch) -> list[tuple[str, ...]]:
+    """Return the table of predicted times."""
+    lines: list[tuple[str, ...]] = [("ranks", "hidden", "rows", "bf16", "fp8", "sharded")]
+    for number in ranks:
+        for hidden in hiddens:
+            for count in rows:
+                a = ops.rms_norm.Arguments(
+                    torch.empty(count, hidden, dtype=torch.bfloat16, device="meta"), None, 0.0, False
+                )
+                us = []
+                for sent in (wire.BF16, wire.FP8):
+                    group = launches.Group(
+                        0, (0,) * number, 0, 0, arch.compute_units, 1, payload=flagged.PAYLOAD, wire=sent
+                    )
+                    config = flagged.default(a, arch, group)
+                    us.append(flagged.cost(config, a, arch, group))
+                us.append(sharded(count, hidden, number, arch))
+                lines.append((str(number), str(hidden), str(count), *(f"{each:.1f}" for each in us)))
+    return lines
+
+
+def show(title: str, rows: list[tuple[str, ...]]) -> None:
+    """Print a table."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    print(title, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows), "", sep="\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, values in (("ranks", [2, 4, 8]), ("hidden", [16384, 7168]), ("rows", [32, 64, 128])):
+        parser.add_argument(f"--{name}", type=int, nargs="+", default=values, help="default: %(default)s")
+    given = parser.parse_args(argv)
+    show("relative error of the sum beside float64", errors(given.ranks))
+    for product, name in PRODUCTS.items():
+        show(f"predicted us on {product}", times(given.ranks, given.hidden, given.rows, archs.named(name)))
+
+
+if __name__ == "__main__":
+    main()
