@@ -264,7 +264,7 @@ def kernel(layer: Layer, experts_class: type, **options):
 
 def modular(kind: str) -> type:
     """Return the plugin's class without routing."""
-    return SEAMS.get(kind, fp8_experts).PLUGIN_EXPERTS[-1]
+    return SEAMS.get(kind, fp8_experts).PLUGIN_EXPERTS[0 if kind == "mx" else -1]
 
 
 def call(layer: Layer, made, weights: Tensor, ids: Tensor, hidden: Tensor, **options) -> Tensor:

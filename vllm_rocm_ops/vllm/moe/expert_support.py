@@ -100,6 +100,8 @@ class Predicates:
 
     refused = ""
     """The reason for which vLLM's experts serve all calls of the layer, found at the first one."""
+    weight_only = False
+    """Whether 8-bit weights multiply 16-bit tokens."""
 
     @property
     def expects_unquantized_inputs(self):
@@ -180,7 +182,7 @@ class Predicates:
         return w1, w2
 
     def held(self, w1: Tensor, w2: Tensor) -> tuple:
-        """Return vLLM's form of a layer's weights, given the form that the op reads."""
+        """Return a layer's weights as the kept experts get them, given the form that the op reads."""
         return w1, w2
 
     def leave(self) -> None:
