@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_
 from vllm.model_executor.layers.fused_moe.experts import marlin_moe, ocp_mx_emulation_moe
 from vllm.model_executor.layers.fused_moe.experts.aiter_mxfp4_w4a16_moe import AiterW4A16ExpertsMonolithic
 from vllm.model_executor.layers.fused_moe.oracle import mxfp4
+from vllm.v1.worker import worker_base
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -150,6 +151,27 @@ def test_weights_are_read_where_vllms_experts_hold_them(routes, padded, monkeypa
     assert one.experts.w1_bias.dtype == one.experts.w2_bias.dtype == torch.bfloat16
     close(*one.call(65))
     assert one.all_held(1) and one.is_covered()
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_copies_follow_weights_that_are_updated_in_place(routes, monkeypatch):
+    """Padded scales and biases of float32 have copies, which keep their addresses: captured graphs read them."""
+    one = Held(monkeypatch, routes, padded=True)
+    close(*one.call())
+    quant = one.layer.quant_config
+    before = [getattr(one.experts, f"w{which}_{what}").data_ptr() for which in "12" for what in ("scale", "bias")]
+    for of, exact in ((quant._w1, one.layer.exact1), (quant._w2, one.layer.exact2)):
+        of.scale.weight_scale.storage.data.sub_(1)
+        of.bias.mul_(-2)
+        exact.mul_(0.5)
+    module, holder = torch.nn.Module(), torch.nn.Module()
+    module.quant_method, module.w13_weight, holder.experts = Fake(moe_kernel=one.kernel), one.weights[0], module
+    runner = Fake(get_model=lambda: holder)
+    worker = object.__new__(worker_base.WorkerWrapperBase)
+    worker.worker = Fake(finish_weight_update=lambda: None, model_runner=runner)
+    worker.finish_weight_update()
+    close(*one.call())
+    assert before == [getattr(one.experts, f"w{which}_{what}").data_ptr() for which in "12" for what in ("scale", "bias")]
 
 
 def test_kernels_take_what_vllms_experts_hold(monkeypatch):

@@ -30,18 +30,11 @@ def plugin() -> type:
     return mxfp8_experts.PLUGIN_EXPERTS[1]
 
 
-class Plain(Layer):
-    """A layer whose tokens stay bf16."""
-
-    def rounded(self, x, which):
-        return x
-
-
 class Held:
     """A layer, vLLM's emulation, which keeps the weights of its calls, and the plugin's experts around it."""
 
     def __init__(self, monkeypatch, rest: str = "", nan: bool = False, **options):
-        self.layer, self.calls, calls = Plain("mx", rest), [], []
+        self.layer, self.calls, calls = Layer("mx alone", rest), [], []
         if nan:
             self.layer.w2.view(torch.uint8)[EXPERTS - 1, HIDDEN - 1, INNER - 1] = 255
         layer, self.calls = self.layer, calls
@@ -173,7 +166,7 @@ def test_copies_that_the_user_asks_for_are_vllms(rocm, monkeypatch):
 def test_vllms_method_leaves_weights_packed(rocm, monkeypatch):
     """ModelOpt's copies those of the backend that vLLM itself would use."""
     monkeypatch.setattr(plugin(), "baseline_class", staticmethod(lambda: None))
-    layer, method = Plain("mx"), object.__new__(ModelOptMxFp8FusedMoE)
+    layer, method = Layer("mx alone"), object.__new__(ModelOptMxFp8FusedMoE)
     monkeypatch.setattr(modelopt, "replace_parameter", setattr)
     held = Fake(w13_weight=layer.w1, w2_weight=layer.w2, _expert_routing_tables=lambda: None)
     held.w13_weight_scale, held.w2_weight_scale = layer.quant_config.w1_scale, layer.quant_config.w2_scale

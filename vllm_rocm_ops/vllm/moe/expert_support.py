@@ -185,6 +185,9 @@ class Predicates:
         """Return a layer's weights as the kept experts get them, given the form that the op reads."""
         return w1, w2
 
+    def refresh(self) -> None:
+        """Write copies of a layer's scales and biases again, where captured graphs read them, after an update of its weights."""
+
     def leave(self) -> None:
         """Hand all later calls to vLLM's experts. Experts that route keep theirs."""
 

@@ -62,29 +62,44 @@ class Reads:
     w1_scale = w2_scale = w1_bias = w2_bias = a1_scale = a2_scale = None
     read: tuple = None, None, None, None
     """The weights of vLLM's layer, and as the op reads them."""
+    copies: tuple = ()
+    """Pairs of vLLM's scales and biases, and of copies that the op reads in their place."""
 
     def readable(self, w1, w2):
         if self.read[0] is not w1 or self.read[1] is not w2:
             config = self.quant_config
             values = [rows_of(weight, "MXFP4 weights") for weight in (w1, w2)]
+            self.copies = ()
             scales = [self.scales(of.scale, weight) for of, weight in zip((config._w1, config._w2), values)]
             if any(weight.stride(2) != 1 for weight in values):
                 raise ValueError("MXFP4 weights whose columns are apart")
             self.w1_scale, self.w2_scale = scales
             # vLLM's Triton experts have them in float32, from a checkpoint's bf16.
-            biases = (None if of.bias is None else of.bias.to(torch.bfloat16) for of in (config._w1, config._w2))
-            self.w1_bias, self.w2_bias = biases
+            self.w1_bias, self.w2_bias = (self.bias(of.bias) for of in (config._w1, config._w2))
             self.read = w1, w2, *values
         return self.read[2:]
 
     def held(self, w1, w2):
         return self.read[:2]
 
-    @staticmethod
-    def scales(scale, values: Tensor) -> Tensor:
+    def scales(self, scale, values: Tensor) -> Tensor:
         """Return the scales [E, N, K / 32] of values [E, N, K / 2], copied if their rows are apart or padded."""
         scale = rows_of(scale if isinstance(scale, Tensor) else compat.mx_scale(scale), "MXFP4 scales")
-        return scale[..., : values.shape[2] // 16].contiguous()
+        scale = scale[..., : values.shape[2] // 16]
+        return self.noted(scale, scale.contiguous())
+
+    def bias(self, bias: Tensor | None) -> Tensor | None:
+        return bias if bias is None else self.noted(bias, bias.to(torch.bfloat16))
+
+    def noted(self, source: Tensor, copy: Tensor) -> Tensor:
+        """Return a copy, and keep its source to write it again."""
+        if copy.data_ptr() != source.data_ptr():
+            self.copies = *self.copies, (source, copy)
+        return copy
+
+    def refresh(self):
+        for source, copy in self.copies:
+            copy.copy_(source)
 
     def reads(self, w1, w2) -> bool:
         """True if the op reads a layer's weights. Else vLLM's experts serve it from now on."""
