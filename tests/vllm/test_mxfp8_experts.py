@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from fakes import Fake, by_reference, plugin_wins_up_to, time_choices
+from fakes import Fake, by_reference, parameter, plugin_wins_up_to, time_choices
 from test_experts import EXPERTS, HIDDEN, INNER, TOKENS, Layer, call, close, config, inputs, parallel, routed, supports
 from vllm.model_executor.layers.fused_moe.experts import aiter_mxfp8_moe, mxfp8_emulation_moe, mxfp8_native_moe
 from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8
@@ -15,7 +15,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm import coverage, seam
 from vllm_rocm_ops.vllm.linear import mx_weights
 from vllm_rocm_ops.vllm.moe import mxfp8_experts
 from vllm_rocm_ops.vllm.selection import comparison, kernel_selection
@@ -174,3 +174,26 @@ def test_vllms_method_leaves_weights_packed(rocm, monkeypatch):
     method.mxfp8_backend, method.experts_cls = BACKENDS.TRITON_MXFP8, plugin()
     method.process_weights_after_loading(held)
     assert held.w13_weight is layer.w1 and isinstance(method.moe_kernel.fused_experts, plugin())
+
+
+def test_packed_bytes_are_logged(monkeypatch, caplog):
+    """By layers of experts and linear layers that keep them; none if vLLM has the layer."""
+    one, module, linear = Held(monkeypatch), torch.nn.Module(), torch.nn.Module()
+    module.quant_method = Fake(moe_kernel=one.kernel)
+    scales = one.layer.quant_config.w1_scale, one.layer.quant_config.w2_scale
+    for name, value in zip(("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"), (one.layer.w1, one.layer.w2, *scales)):
+        setattr(module, name, parameter(value))
+    of_linear = type("RocmOpsLinear", (), {"comparison": mx_weights.COMPARISON, "order": "plain"})
+    linear.weight, linear.weight_scale = parameter(torch.zeros(64, 64, dtype=torch.uint8)), parameter(torch.zeros(64, 4))
+    linear.quant_method = Fake(kernel=of_linear())
+    values = EXPERTS * 3 * HIDDEN * INNER
+    found = coverage.packed([torch.nn.ModuleList([module, linear, torch.nn.Linear(4, 4)])])
+    assert found == coverage.Packed(2, values * 33 // 32 + 64 * 64 + 64 * 16, 2 * values + 2 * 64 * 128, 2 * values)
+    with caplog.at_level("INFO"):
+        coverage.log_packed(found)
+        coverage.log_packed(coverage.packed([torch.nn.Linear(4, 4)]))
+    [said] = caplog.messages
+    assert "2 layers keep MX weights packed: 0.0 GiB; copies in bf16 would take 0.0 GiB" in said
+    of_linear.order = None
+    one.experts.refused = "MX-FP8 weights with NaN"
+    assert coverage.packed([module, linear]) == coverage.Packed()

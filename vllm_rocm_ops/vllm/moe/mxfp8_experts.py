@@ -115,6 +115,6 @@ SEAM = seam.Seam(
     replaces="select_mxfp8_moe_backend of fused_moe/oracle/mxfp8.py",
     probe=probe,
     install=install,
-    ops=("fused_experts", "mx_dequantize"),
+    ops=("fused_experts",),
     platforms=("rocm", "cpu"),
 )
