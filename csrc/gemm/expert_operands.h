@@ -1,8 +1,8 @@
 // What a lane of ExpertMainLoop holds of a K slice, and where the slice's sums are. T is an element type, Packed, or
 // Bf16Mx8.
 #pragma once
-#include "gemm/experts.h"
 #include "device/mx_values.h"
+#include "gemm/experts.h"
 #include "gemm/skinny/packed_tile.h"
 
 template <class T>

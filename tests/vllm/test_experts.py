@@ -773,6 +773,24 @@ def test_int4_layers_are_refused_with_a_reason(options, why, monkeypatch):
     assert said == ([why] if why else [])  # LoRA is vLLM's own rule
 
 
+def test_quarks_int4_experts_are_served(monkeypatch):
+    """The plugin takes them if all layers of its configuration have groups of one size."""
+    of = {group: {"weight": {"dtype": "int4", "group_size": group, "symmetric": True}} for group in (64, 128)}
+    said, cpu = [], cpu_moe.CPUExpertsInt4
+    supports(monkeypatch, cpu)
+    monkeypatch.setattr(wna16_experts, "say_refused", said.append)
+
+    def chosen(group: int, **layers):
+        written = {"global_quant_config": of[group], "layer_quant_config": layers, "layer_type_quant_config": {}}
+        quant = quark.QuarkConfig(written | {"export": {"pack_method": "reorder"}, "exclude": []}, [])
+        return int_wna16.select_wna16_moe_backend(config(), scheme("int4_128")[0], quant, False, False)[1]
+
+    assert chosen(128) is chosen(128, some=of[128]) is wna16_experts.PLUGIN_EXPERTS[0]
+    assert cpu not in (chosen(128), chosen(128, some={"weight": None})) and said == []
+    assert chosen(64) is chosen(128, some=of[64]) is cpu
+    assert said == ["INT4 in groups of 64", "INT4 in groups that differ by layer"]
+
+
 def test_int4_layers_of_another_backend_stay_there(monkeypatch):
     """On a GPU the plugin's experts keep vLLM's Triton experts; a layer that vLLM gives to another backend stays there."""
     supports(monkeypatch, triton_moe.TritonWNA16Experts)

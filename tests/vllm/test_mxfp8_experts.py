@@ -52,9 +52,7 @@ class Held:
         kernel_selection.begin_recording()
         options = layer.rest | options
         self.activation = {"activation": options["activation"]} if "activation" in options else {}
-        self.kernel = fp8.make_fp8_moe_kernel(
-            layer.quant_config, config(**options), plugin(), BACKENDS.TRITON_MXFP8
-        )
+        self.kernel = fp8.make_fp8_moe_kernel(layer.quant_config, config(**options), plugin(), BACKENDS.TRITON_MXFP8)
         self.experts = self.kernel.fused_experts
 
     def call(self, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,7 +162,7 @@ def test_copies_that_the_user_asks_for_are_vllms(rocm, monkeypatch):
 
 
 def test_vllms_method_leaves_weights_packed(rocm, monkeypatch):
-    """ModelOpt's copies those of the backend that vLLM itself would use."""
+    """ModelOpt copies weights to bf16 for the backend that vLLM itself would use."""
     monkeypatch.setattr(plugin(), "baseline_class", staticmethod(lambda: None))
     layer, method = Layer("mx alone"), object.__new__(ModelOptMxFp8FusedMoE)
     monkeypatch.setattr(modelopt, "replace_parameter", setattr)
@@ -181,10 +179,15 @@ def test_packed_bytes_are_logged(monkeypatch, caplog):
     one, module, linear = Held(monkeypatch), torch.nn.Module(), torch.nn.Module()
     module.quant_method = Fake(moe_kernel=one.kernel)
     scales = one.layer.quant_config.w1_scale, one.layer.quant_config.w2_scale
-    for name, value in zip(("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"), (one.layer.w1, one.layer.w2, *scales)):
+    for name, value in zip(
+        ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"), (one.layer.w1, one.layer.w2, *scales)
+    ):
         setattr(module, name, parameter(value))
     of_linear = type("RocmOpsLinear", (), {"comparison": mx_weights.COMPARISON, "order": "plain"})
-    linear.weight, linear.weight_scale = parameter(torch.zeros(64, 64, dtype=torch.uint8)), parameter(torch.zeros(64, 4))
+    linear.weight, linear.weight_scale = (
+        parameter(torch.zeros(64, 64, dtype=torch.uint8)),
+        parameter(torch.zeros(64, 4)),
+    )
     linear.quant_method = Fake(kernel=of_linear())
     values = EXPERTS * 3 * HIDDEN * INNER
     found = coverage.packed([torch.nn.ModuleList([module, linear, torch.nn.Linear(4, 4)])])

@@ -16,7 +16,15 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.ops.shared import experts_streamed as streamed
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
-from vllm_rocm_ops.ops.shared.experts import are_e4m3_or_halves, contract, converts, is_packed, scheme_of, slots, weight_of
+from vllm_rocm_ops.ops.shared.experts import (
+    are_e4m3_or_halves,
+    contract,
+    converts,
+    is_packed,
+    scheme_of,
+    slots,
+    weight_of,
+)
 from vllm_rocm_ops.ops.shared.experts_cases import cases
 from vllm_rocm_ops.ops.shared.experts_quantize import quantizing
 from vllm_rocm_ops.ops.shared.experts_streamed import StreamedConfig

@@ -96,7 +96,8 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
             yield kind, isinstance(module, delta_net.OneLaunch), name
         elif kind is not None:
             method = type(getattr(module, "quant_method", module)).__name__
-            yield kind, next(kernels_of(module), None) is not None, method
+            why = expert_support.refusal_of(module)
+            yield kind, next(kernels_of(module), None) is not None, f"{method}, {why}" if why else method
 
 
 def attention(config) -> Iterator[tuple[str, bool, str]]:
@@ -151,7 +152,7 @@ class Packed:
     bytes: int = 0
     copies: int = 0
     largest: int = 0
-    """Of one layer's copies, which a call makes that the plugin does not serve."""
+    """The bytes of one layer's copies, which a call makes that the plugin does not serve."""
 
 
 def packed(models: Iterable[torch.nn.Module]) -> Packed:

@@ -101,7 +101,7 @@ class Predicates:
     refused = ""
     """The reason for which vLLM's experts serve all calls of the layer, found at the first one."""
     weight_only = False
-    """Whether 8-bit weights multiply 16-bit tokens."""
+    """True if 8-bit weights multiply 16-bit tokens."""
 
     @property
     def expects_unquantized_inputs(self):
@@ -217,8 +217,20 @@ def first_weight(layer: torch.nn.Module) -> Tensor | None:
     return weight if weight is None or isinstance(weight, Tensor) else weight.storage.data.transpose(1, 2)
 
 
-def held_by(layer: torch.nn.Module) -> Predicates | None:
+def experts_of(layer: torch.nn.Module) -> Predicates | None:
     """Return the plugin's experts that a layer holds, None if it has others or none."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
-    return experts if isinstance(experts, Predicates) and not experts.refused else None
+    return experts if isinstance(experts, Predicates) else None
+
+
+def held_by(layer: torch.nn.Module) -> Predicates | None:
+    """Return the plugin's experts that a layer holds and that serve it, None if it has others or none."""
+    experts = experts_of(layer)
+    return None if experts is None or experts.refused else experts
+
+
+def refusal_of(layer: torch.nn.Module) -> str:
+    """Return what the plugin's experts found at the first call that they do not support, empty if nothing."""
+    experts = experts_of(layer)
+    return "" if experts is None else experts.refused
