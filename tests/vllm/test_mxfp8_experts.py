@@ -5,7 +5,21 @@ import inspect
 import pytest
 import torch
 from fakes import Fake, by_reference, parameter, plugin_wins_up_to, time_choices
-from test_experts import EXPERTS, HIDDEN, INNER, TOKENS, Layer, call, close, config, inputs, parallel, routed, supports
+from test_experts import (
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    TOKENS,
+    Layer,
+    ask_for_aiter,
+    call,
+    close,
+    config,
+    inputs,
+    parallel,
+    routed,
+    supports,
+)
 from vllm.model_executor.layers.fused_moe.experts import aiter_mxfp8_moe, mxfp8_emulation_moe, mxfp8_native_moe
 from vllm.model_executor.layers.fused_moe.oracle import fp8, mxfp8
 from vllm.model_executor.layers.quantization import modelopt
@@ -64,7 +78,8 @@ class Held:
 
 @pytest.mark.parametrize("rest", ["", "limit", "oai"])
 def test_kernels_read_packed_weights(rest, monkeypatch):
-    """gfx942's, in the emulator; a call that they do not serve has a copy, by which vLLM's emulation multiplies."""
+    """gfx942's, in the emulator; a call that they do not serve has a copy, by which vLLM's emulation multiplies. AITER has no part."""
+    ask_for_aiter(monkeypatch)
     one = Held(monkeypatch, rest)
     with launch.executor(Emulator("gfx942", races=False)):
         close(*one.call())

@@ -102,7 +102,7 @@ def run(
     if baseline is None:
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
     call = topk_ids.shape[1], topk_ids.dtype, expert_map, on_input, activation, global_num_experts
-    choice = choice_of(experts, len(hidden), COMPARISON, w1, w2, out_dtype, *call)
+    choice = choice_of(experts, len(hidden), experts.comparison or COMPARISON, w1, w2, out_dtype, *call)
     return linear_base.run_or_baseline(baseline, ops.fused_experts, choice, *arguments)
 
 

@@ -102,6 +102,8 @@ class Predicates:
     """The reason for which vLLM's experts serve all calls of the layer, found at the first one."""
     weight_only = False
     """True if 8-bit weights multiply 16-bit tokens."""
+    comparison = None
+    """The comparison with the kept experts, by default base.py's."""
 
     @property
     def expects_unquantized_inputs(self):

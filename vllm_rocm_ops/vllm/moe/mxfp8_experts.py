@@ -38,11 +38,21 @@ def probe() -> None:
     seam.require(all(hasattr(quant_utils, key) for key in SCHEME), " and ".join(SCHEME))
 
 
+class PackedExperts(experts.Experts):
+    """Calls of experts whose baseline copies the weights at each call, also beside AITER, which has none for them."""
+
+    def max_tokens(self):
+        return self.limit
+
+
+COMPARISON = PackedExperts()
+
+
 def around_emulation(oracle, backends, scheme: tuple) -> type:
     """Return the plugin's experts for bf16 tokens and packed weights."""
 
     class RocmOpsMxfp8WeightExperts(experts.modular("", (scheme,), oracle, backends.EMULATION)):
-        weight_only = True
+        weight_only, comparison = True, COMPARISON
         seen = None
 
         def leave(self):
