@@ -76,7 +76,7 @@ class Held:
         return made, self.layer.plain(hidden, weights, ids)
 
 
-@pytest.mark.parametrize("rest", ["", "limit", "oai"])
+@pytest.mark.parametrize("rest", ["", "oai"])
 def test_kernels_read_packed_weights(rest, monkeypatch):
     """gfx942's, in the emulator; a call that they do not serve has a copy, by which vLLM's emulation multiplies. AITER has no part."""
     ask_for_aiter(monkeypatch)
@@ -90,6 +90,15 @@ def test_kernels_read_packed_weights(rest, monkeypatch):
     [copies] = one.calls
     for copy, exact in zip(copies, (one.layer.exact1, one.layer.exact2)):
         assert copy.dtype == torch.bfloat16 and copy.float().equal(exact)
+
+
+def test_a_release_whose_emulation_has_no_copies_makes_them_itself(monkeypatch):
+    """One without the variable would scale a copy again."""
+    monkeypatch.setattr(mx_weights, "multiplies_copies", lambda quantization: False)
+    by_reference(monkeypatch, ops.mx_dequantize)
+    one = Held(monkeypatch)
+    close(*one.call(MANY))
+    assert [w1 is one.layer.w1 for w1, _ in one.calls] == [True]
 
 
 def test_both_are_timed_as_they_run(monkeypatch):

@@ -68,7 +68,8 @@ def around_emulation(oracle, backends, scheme: tuple) -> type:
 
         def held(self, w1, w2):
             given = (w1, w2), (self.w1_scale, self.w2_scale)
-            return given[0] if self.refused else tuple(map(copied, *given))
+            copies = mx_weights.multiplies_copies("mxfp8") and not self.refused
+            return tuple(map(copied, *given)) if copies else given[0]
 
         def apply(self, output, hidden_states, w1, w2, *others, **more):
             self.readable(w1, w2)
