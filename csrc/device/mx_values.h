@@ -1,5 +1,5 @@
 // Values of MX formats as exact bf16, eight at a time, for a group's scale to multiply the fp32 sums of their products
-// (E8m0Scale in scale.h). kUnit is the factor that the products lack. Includes the vendor's half.
+// (E8m0Scale in scale.h). The bf16 values are kUnit times the format's. Includes the vendor's half.
 #pragma once
 #include "four_bit.h"
 #include "scale.h"

@@ -25,15 +25,14 @@ struct ExpertMainLoop {
   static constexpr bool kScalesInLds = kInLds && kScales != ScaleGranularity::kRow;
   using Operands = ExpertOperands<T>;
   static constexpr bool kPacked = Operands::kPacked;
-  static constexpr int kWeightSteps = Operands::kWeightSteps, kTokenVecs = Operands::kTokenVecs,
-                       kValueTokens = Operands::kValueTokens;
+  static constexpr int kTokenVecs = Operands::kTokenVecs, kValueTokens = Operands::kValueTokens;
   static constexpr int kScalesB = kPacked ? Operands::kValueRows : kMx ? 1 : kBlock ? kGated ? 2 : 1 : 4;
   static constexpr int kBiases = kGated ? 2 : 4 / kValueTokens;  // gated: one gate row and its up row
 
   using Loaded = typename ScaleRegister<kScales>::Loaded;
 
   struct KSlice {
-    mma::Weights weights[kWeightSteps] = {};
+    typename Operands::Weights weights = {};
     u32x4 tokens[kTokenVecs];
     typename Operands::Scales scales;  // with kPacked
     Loaded scale_a[kValueTokens], scale_b[kScalesB];
@@ -82,6 +81,11 @@ struct ExpertMainLoop {
     if constexpr (kPacked) return 2 * Operands::depth(lane, 0);
     else return mma::depth(lane);
   }
+  // The same of a weight's row.
+  DEVICE int weight_depth() const {
+    if constexpr (kPacked) return Operands::weight_bytes(lane);
+    else return mma::depth(lane) * spread();
+  }
 
   DEVICE TileRows tile_rows(int tile) const {
     TileRows rows;
@@ -90,7 +94,7 @@ struct ExpertMainLoop {
       const int row = row_of(tile, mma::row(lane, l));
       const int in_rows =
           mem::kExpertFragments ? row / mma::kRows * p.tile_bytes + row % mma::kRows * p.row_bytes : row * p.row_bytes;
-      rows.weights[l] = in_rows + mma::depth(lane) * spread();
+      rows.weights[l] = in_rows + weight_depth();
       wave::in_lanes(rows.weights[l]);
     }
 #pragma unroll
@@ -143,9 +147,7 @@ struct ExpertMainLoop {
   DEVICE void load(KSlice& k_slice, const ItemTile& item_tile, int k, bool more) const {
     const int bytes = more ? p.k - k - mma::depth(lane) : 0, left = more ? p.k - k : 0;  // left: with kPacked
     if constexpr (kPacked) {
-#pragma unroll
-      for (int l = 0; l < mma::kLoads; ++l)
-        mem::refill(k_slice.weights[0].load[l], item_tile.weights[l], k / 2, Operands::depth(lane) < left);
+      Operands::refill(k_slice.weights, item_tile.weights, lane, k, left);
 #pragma unroll
       for (int i = 0; i < Operands::kValueRows; ++i)
 #pragma unroll
@@ -191,7 +193,7 @@ struct ExpertMainLoop {
       for (int v = 0; v < kTokenVecs; ++v) {
         const bool inside = Operands::depth(lane, v) < left && item_tile.token >= 0;
         k_slice.tokens[v] =
-            packed::load_vec<Operands::kGroups>(mem::buffer(p.tokens), item_tile.token, v, 2 * k, inside);
+            packed::load_vec<Operands::kOfGroups>(mem::buffer(p.tokens), item_tile.token, v, 2 * k, inside);
       }
     } else
 #pragma unroll
@@ -221,7 +223,7 @@ struct ExpertMainLoop {
   }
 
   DEVICE f32x4 multiply(f32x4 sum, const KSlice& k_slice) const {
-    if constexpr (kPacked) return Operands::multiply(sum, k_slice.weights[0], k_slice.tokens, k_slice.scales);
+    if constexpr (kPacked) return Operands::multiply(sum, k_slice.weights, k_slice.tokens, k_slice.scales);
     else return multiply_elements(sum, k_slice);
   }
   DEVICE f32x4 multiply_elements(f32x4 sum, const KSlice& k_slice) const {

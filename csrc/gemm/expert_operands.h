@@ -1,5 +1,7 @@
-// What a lane of ExpertMainLoop holds of a K slice, and where the slice's sums are. T is an element type, or Packed.
+// What a lane of ExpertMainLoop holds of a K slice, and where the slice's sums are. T is an element type, Packed, or
+// Bf16Mx8.
 #pragma once
+#include "device/mx_values.h"
 #include "gemm/experts.h"
 #include "gemm/skinny/packed_tile.h"
 
@@ -7,6 +9,7 @@ template <class T>
 struct ExpertOperands {
   static constexpr bool kPacked = false;
   static constexpr int kWeightSteps = kSliceSteps, kTokenVecs = kSliceSteps, kValueRows = 0;
+  using Weights = mma::Weights[kWeightSteps];
   struct Scales {};
 
   // Token and row of a lane's value i in the tile.
@@ -26,11 +29,19 @@ struct Packed {
   static_assert(kSliceBytes == 2 * mma::kDepth && (kGroup == 32 || kGroup == 128));
 };
 
-template <class Value, class Scale, int kGroup>
-struct ExpertOperands<Packed<Value, Scale, kGroup>> {
-  static constexpr bool kPacked = true;
-  static constexpr int kWeightSteps = 1, kTokenVecs = four_bit::kTokenVecs, kValueRows = packed::kValueRows;
-  static constexpr int kGroups = kSliceBytes / kGroup;
+// MX-FP8 weights, as bytes [E, N, K]; the rest as Packed.
+struct Bf16Mx8 {
+  using Value = MxE4m3;
+  using Scale = E8m0Scale;
+  static constexpr int kGroup = 32, kGroups = kSliceBytes / kGroup;
+};
+
+// What both have in common. kOfGroups: as packed::depth.
+template <class T, bool kOfGroups_>
+struct PackedOperands {
+  static constexpr bool kPacked = true, kOfGroups = kOfGroups_;
+  static constexpr int kTokenVecs = four_bit::kTokenVecs, kValueRows = packed::kValueRows, kGroups = T::kGroups;
+  using Scale = typename T::Scale;
   using Scales = typename Scale::Loaded[kValueRows][kGroups];
 
   static constexpr int kValueTokens = packed::kValueTokens;
@@ -41,17 +52,61 @@ struct ExpertOperands<Packed<Value, Scale, kGroup>> {
     return tile[packed::mma_value(lane, i)][packed::mma_lane(lane, i)];
   }
 
-  // Where a lane's weights, and its vector v of a token or one of the same group, begin in a slice, in K.
-  DEVICE static int depth(int lane) { return 2 * mma::depth(lane); }
-  DEVICE static int depth(int lane, int v) { return packed::depth<kGroups>(lane, v); }
+  // Where a lane's vector v of a token, or one of the same group, begins in a slice, in K.
+  DEVICE static int depth(int lane, int v) { return packed::depth<kOfGroups>(lane, v); }
 
-  DEVICE static f32x4 multiply(f32x4 sum, const mma::Weights& weights, const u32x4 (&tokens)[kTokenVecs],
-                               const Scales& scales) {
-    float factors[kValueRows][kGroups];
+  using Factors = float[kValueRows][kGroups];
+  DEVICE static void convert(Factors& factors, const Scales& scales) {
 #pragma unroll
     for (int i = 0; i < kValueRows; ++i)
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) factors[i][g] = Scale::value(scales[i][g]);
+  }
+};
+
+template <class Value, class Scale, int kGroup>
+struct ExpertOperands<Packed<Value, Scale, kGroup>>
+    : PackedOperands<Packed<Value, Scale, kGroup>, packed::kExchanges<kSliceBytes / kGroup>> {
+  using Base = PackedOperands<Packed<Value, Scale, kGroup>, packed::kExchanges<kSliceBytes / kGroup>>;
+  using Weights = mma::Weights;
+
+  // Where a lane's weights begin in a slice, in K, and in bytes.
+  DEVICE static int weight_depth(int lane) { return 2 * mma::depth(lane); }
+  DEVICE static int weight_bytes(int lane) { return mma::depth(lane); }
+
+  // Loads a slice's weights from k on, if they are among the `left` of K.
+  DEVICE static void refill(Weights& weights, const mem::Cursor (&from)[mma::kLoads], int lane, int k, int left) {
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l) mem::refill(weights.load[l], from[l], k / 2, weight_depth(lane) < left);
+  }
+  DEVICE static f32x4 multiply(f32x4 sum, const Weights& weights, const u32x4 (&tokens)[Base::kTokenVecs],
+                               const typename Base::Scales& scales) {
+    typename Base::Factors factors;
+    Base::convert(factors, scales);
     return packed::multiply<Value>(sum, weights, tokens, factors);
+  }
+};
+
+template <>
+struct ExpertOperands<Bf16Mx8> : PackedOperands<Bf16Mx8, true> {
+  using Value = Bf16Mx8::Value;
+  using Weights = u32[mma::kLoads][kTokenVecs][Value::kWords];
+  static constexpr int kGroup = Bf16Mx8::kGroup;
+
+  DEVICE static int weight_depth(int lane) { return depth(lane, 0); }
+  DEVICE static int weight_bytes(int lane) { return depth(lane, 0); }
+
+  DEVICE static void refill(Weights& weights, const mem::Cursor (&from)[mma::kLoads], int /*lane*/, int k, int left) {
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l)
+#pragma unroll
+      for (int v = 0; v < kTokenVecs; ++v)  // whole groups are inside
+        four_bit::refill(weights[l][v][0], weights[l][v][1], from[l], k + v * kGroup, v * kGroup < left);
+  }
+  DEVICE static f32x4 multiply(f32x4 sum, const Weights& weights, const u32x4 (&tokens)[kTokenVecs],
+                               const Scales& scales) {
+    Factors factors;
+    convert(factors, scales);
+    return packed::multiply_bytes<Value>(sum, weights, tokens, factors);
   }
 };

@@ -4,7 +4,7 @@
 //     down:     out[token] = sum over the token's pairs of weight * (w2[expert of pair] @ act[pair])
 //
 // Kernels named "clamped" and "biased" add biases to both products, and have the other activations of gemm/swiglu.h.
-// Kernels of INT4 and MXFP4 weights multiply these as bf16 (gemm/expert_operands.h).
+// Kernels of INT4, MXFP4 and, named "mxfp8", MX-FP8 weights multiply these as bf16 (gemm/expert_operands.h).
 //
 // A pair is a token and an expert it is routed to. Bytes: the weights of the activated experts dominate.
 //
@@ -182,6 +182,7 @@ INSTANCES(fp16,  F16,  ScaleGranularity::kNone)
 INSTANCES(int4_32,  PACKED(four_bit::Int4Sixteenths, Bf16Scale, 32),  ScaleGranularity::kNone)
 INSTANCES(int4_128, PACKED(four_bit::Int4Sixteenths, Bf16Scale, 128), ScaleGranularity::kNone)
 INSTANCES(mxfp4,    PACKED(four_bit::E2m1, E8m0Scale, 32),  ScaleGranularity::kNone)
+INSTANCES(mxfp8,    Bf16Mx8, ScaleGranularity::kNone)
 QUANTIZING(block,  ScaleGranularity::kBlock)
 QUANTIZING(static, ScaleGranularity::kRow)
 #ifdef HAS_BLOCK_SCALED_MMA

@@ -29,7 +29,7 @@ DEVICE void dequantize(const MxProblem& p) {
   const float scale = E8m0Scale::value(mem::load<u8>(p.scale + row * p.scale_row + chunk / 4));
   Chunk x = unpack<Bf16>(Value::to_bf16(words));
 #pragma unroll
-  for (f32x2& pair : x.pair) pair = pair * Value::kUnit * scale;
+  for (f32x2& pair : x.pair) pair = pair * (1.0f / Value::kUnit) * scale;
   mem::store((u32x4*)p.out + index, pack<Bf16>(x));
 }
 

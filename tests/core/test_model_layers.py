@@ -453,6 +453,16 @@ def test_gfx942_multiplies_bf16_by_mx_weights(form, written):
         assert by_layer[layer].op is ops.mx_gemm and by_layer[layer].parameters[2] == form
 
 
+def test_gfx942s_experts_multiply_bf16_by_mx_weights():
+    config = read("tiny-deepseek-v3") | {"quantization_config": MXFP8["mxfp8"]}
+    by_layer = {call.layer: call for call in calls(config, arch="gfx942")}
+    call = by_layer["experts"]
+    assert call.op is ops.fused_experts and call.parameters[5] == "mxfp8"
+    a = call.op.Arguments(*call.case(3).make("meta", torch.Generator(), torch.float8_e4m3fnuz))
+    assert a.weight_only and a.w1.dtype == torch.float8_e4m3fn and a.w1_scale.shape[2] == a.w1.shape[2] // 32
+    assert "mxfp8" in call.op.explain(*a, arch="gfx942").launches[0].symbol
+
+
 @pytest.mark.parametrize("name", MXFP8)
 def test_mx_fp8(name):
     by_layer = {call.layer: call for call in calls(read("tiny-llama") | {"quantization_config": MXFP8[name]})}

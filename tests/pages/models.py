@@ -152,7 +152,6 @@ ORDER = "Qwen3.5", "DeepSeek", "GLM", "MiniMax", "Qwen3", "Llama", "gpt-oss", "K
 NAMES = {"linear": "linear layers"}
 SHORT = {
     "a sink dtype other than float32 is not supported": "its sinks are 16-bit",
-    "does not support current device rocm": "has no MXFP8",
     "sparse attention": "sparse",
 }
 

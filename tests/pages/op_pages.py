@@ -86,7 +86,8 @@ def supported(op: Op) -> tuple[tuple[str, str, str, str], ...]:
             kind = "" if other is None else name_of(other)
             kind = "as inputs" if other is not None and other.dtype == a[0].dtype and other.itemsize == 2 else kind
             scale = getattr(a, "w1_scale", None)
-            kind += ", e8m0 scales" * (scale is not None and scale.dtype in (torch.uint8, torch.float8_e8m0fnu))
+            if scale is not None and scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+                kind = kind.replace("e4m3fn", "e4m3") + ", e8m0 scales" + ", alone" * a.weight_only
             made = correctness.as_tuple(op.allocate(a))
             made = [out for out in made if out is made[0] or (out.itemsize == 1 and out.is_floating_point())]
             inputs, results, gpus = rows.setdefault(kind, ({}, {}, {}))

@@ -127,11 +127,12 @@ FORMATS = (
         make=int8,
     ),
     Format(
-        *("INT4 weights, symmetric, BF16 inputs", "w4a16_gemm", "int4", "`compressed-tensors`, `gptq`", "int4"),
+        *("INT4 weights, symmetric, BF16 inputs", "w4a16_gemm", "int4"),
+        *("`compressed-tensors`, `gptq`, `quark`", "int4"),
         flavour="int4",
         group="INT4 W4A16, symmetric",
         make=int4,
-        written_experts="`compressed-tensors`; `gptq` by `--quantization moe_wna16`",
+        written_experts="`compressed-tensors`, `quark`; `gptq` by `--quantization moe_wna16`",
     ),
     Format(
         *("MXFP4 weights, emulated", "mx_gemm", "mxfp4", "`quark`, `mxfp4`, `compressed-tensors`"),

@@ -74,10 +74,12 @@ KINDS = {
     "int4_32": ("kInt4Static32", None),
     "int4_128": ("kInt4Static", None),
     "mxfp4": mxfp4_experts.SCHEME,
+    "mx alone": mxfp8_experts.SCHEME,
 }
 INT4 = "int4_32", "int4_128"
-ROUTING = [kind for kind in KINDS if kind not in ("mx", *INT4, "mxfp4")]
-SEAMS = {"bf16": unquantized_experts, "mx": mxfp8_experts}  # the others are fp8_experts
+MX = "mx", "mx alone"
+ROUTING = [kind for kind in KINDS if kind not in (*MX, *INT4, "mxfp4")]
+SEAMS = {"bf16": unquantized_experts} | dict.fromkeys(MX, mxfp8_experts)  # the others are fp8_experts
 SEAMS |= dict.fromkeys(INT4, wna16_experts) | {"mxfp4": mxfp4_experts}
 
 pytestmark = pytest.mark.usefixtures("configuration")
@@ -179,7 +181,7 @@ class Layer:
             make = mxfp4.make_mxfp4_moe_quant_config
             self.quant_config = make(mxfp4.Mxfp4MoeBackend.EMULATION, w1_scale, w2_scale)
             return
-        if kind == "mx":
+        if kind in MX:
             scales = {"w1_scale": w1_scale, "w2_scale": w2_scale, "is_scale_swizzled": False}
             self.quant_config = FusedMoEQuantConfig.make("mxfp8", **scales, block_shape=[1, 32])
             return
@@ -192,7 +194,7 @@ class Layer:
         """Return a weight's values, their scales as vLLM keeps them, and both in fp32."""
         if self.kind == "bf16":
             return weight.bfloat16(), None, weight.bfloat16().float()
-        if self.kind == "mx":
+        if self.kind in MX:
             values, scale = torch.ops.vllm.mxfp8_quantize(weight, False, 0)
             return values, scale, values.float() * torch.exp2(scale.float() - 127).repeat_interleave(32, -1)
         if self.kind == "mxfp4":
@@ -219,7 +221,7 @@ class Layer:
 
     def rounded(self, x: Tensor, which: int) -> Tensor:
         """Return an input of the first or the second GEMM, rounded as it is quantized."""
-        if self.kind in ("bf16", "mxfp4", *INT4):
+        if self.kind in ("bf16", "mxfp4", "mx alone", *INT4):
             return x
         if self.kind == "mx":
             values, scale = torch.ops.vllm.mxfp8_quantize(x[None], False, 0)
@@ -258,13 +260,13 @@ def kernel(layer: Layer, experts_class: type, **options):
     if layer.kind == "mxfp4":
         backend = mxfp4.Mxfp4MoeBackend.EMULATION
         return mxfp4.make_mxfp4_moe_kernel(layer.quant_config, config(**options), experts_class, backend)
-    backend = fp8.Fp8MoeBackend.TRITON_MXFP8 if layer.kind == "mx" else fp8.Fp8MoeBackend.TRITON
+    backend = fp8.Fp8MoeBackend.TRITON_MXFP8 if layer.kind in MX else fp8.Fp8MoeBackend.TRITON
     return fp8.make_fp8_moe_kernel(layer.quant_config, config(**options), experts_class, backend)
 
 
 def modular(kind: str) -> type:
     """Return the plugin's class without routing."""
-    return SEAMS.get(kind, fp8_experts).PLUGIN_EXPERTS[-1]
+    return SEAMS.get(kind, fp8_experts).PLUGIN_EXPERTS[0 if kind == "mx" else -1]
 
 
 def call(layer: Layer, made, weights: Tensor, ids: Tensor, hidden: Tensor, **options) -> Tensor:
@@ -412,7 +414,7 @@ def test_mx_weights_in_aiters_order_stay_its_own(baseline, takes, monkeypatch):
     assert modular("mx").is_supported_config(modular("mx"), named, *scheme("mx"), STANDARD)[0]
 
 
-@pytest.mark.parametrize("kind", ["block", "bf16"])
+@pytest.mark.parametrize("kind", ["block", "bf16", "int4_32", "mxfp4", "mx alone"])
 def test_experts_of_other_ranks(kind):
     """Each rank adds up its own experts, given which are local; together they are all."""
     layer, (weights, ids), hidden = Layer(kind), routed(), inputs()
@@ -423,13 +425,28 @@ def test_experts_of_other_ranks(kind):
         expert_map[list(here)] = torch.arange(EXPERTS // 2, dtype=torch.int32)
         share = Layer(kind)
         share.w1, share.w2 = layer.w1[list(here)], layer.w2[list(here)]
-        if kind == "block":
-            for weight in (share.quant_config._w1, share.quant_config._w2):
-                weight.scale = weight.scale[list(here)]
+        for weight in (share.quant_config._w1, share.quant_config._w2) if kind != "bf16" else ():
+            weight.scale = weight.scale[list(here)]
         result = call(share, kernel(share, modular(kind)), weights, ids, hidden, expert_map=expert_map)
         close(result, layer.plain(hidden, weights, ids, within=here))
+        if kind not in ROUTING:
+            continue
         result = call_with_logits(share, kernel(share, select(kind)), logits, bias, hidden, expert_map=expert_map)
         close(result, layer.plain(hidden, *routes, within=here))
+
+
+@pytest.mark.parametrize("kind", ["int4_32", "int4_128", "mxfp4", "mx alone"])
+def test_load_balancing_moves_experts_in_place(kind):
+    """The op reads the parameters themselves, which vLLM's load balancing writes, and ids that it has mapped."""
+    layer, (weights, ids), hidden = Layer(kind), routed(), inputs()
+    made = kernel(layer, modular(kind))
+    assert modular(kind)._supports_parallel_config(parallel(enable_eplb=True)["moe_parallel_config"])
+    wanted = layer.plain(hidden, weights, ids)
+    close(call(layer, made, weights, ids, hidden), wanted)
+    order = random(EXPERTS).argsort()
+    for moved in (layer.w1, layer.w2, layer.quant_config.w1_scale, layer.quant_config.w2_scale):
+        moved.copy_(moved[order])
+    close(call(layer, made, weights, order.argsort()[ids.long()].int(), hidden), wanted)
 
 
 @pytest.mark.parametrize("kind", ["channel", "bf16"])
@@ -710,7 +727,7 @@ def test_unsupported_layers_stay_vllms(monkeypatch):
     assert not plugin_serves()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mxfp4"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mxfp4", "mx alone")])
 def test_experts_of_a_named_backend_are_the_baseline(kind, monkeypatch):
     """The plugin keeps those that vLLM selects for it, whatever AITER's switch says. Other backends are vLLM's."""
     holder = mxfp8_native_moe.Mxfp8NativeTritonExperts if kind == "mx" else triton_moe.TritonExperts
@@ -754,6 +771,24 @@ def test_int4_layers_are_refused_with_a_reason(options, why, monkeypatch):
     assert select_int4("int4_32")[1] is wna16_experts.PLUGIN_EXPERTS[0]
     assert select_int4("int4_32", **options)[1] is not wna16_experts.PLUGIN_EXPERTS[0]
     assert said == ([why] if why else [])  # LoRA is vLLM's own rule
+
+
+def test_quarks_int4_experts_are_served(monkeypatch):
+    """The plugin takes them if all layers of its configuration have groups of one size."""
+    of = {group: {"weight": {"dtype": "int4", "group_size": group, "symmetric": True}} for group in (64, 128)}
+    said, cpu = [], cpu_moe.CPUExpertsInt4
+    supports(monkeypatch, cpu)
+    monkeypatch.setattr(wna16_experts, "say_refused", said.append)
+
+    def chosen(group: int, **layers):
+        written = {"global_quant_config": of[group], "layer_quant_config": layers, "layer_type_quant_config": {}}
+        quant = quark.QuarkConfig(written | {"export": {"pack_method": "reorder"}, "exclude": []}, [])
+        return int_wna16.select_wna16_moe_backend(config(), scheme("int4_128")[0], quant, False, False)[1]
+
+    assert chosen(128) is chosen(128, some=of[128]) is wna16_experts.PLUGIN_EXPERTS[0]
+    assert cpu not in (chosen(128), chosen(128, some={"weight": None})) and said == []
+    assert chosen(64) is chosen(128, some=of[64]) is cpu
+    assert said == ["INT4 in groups of 64", "INT4 in groups that differ by layer"]
 
 
 def test_int4_layers_of_another_backend_stay_there(monkeypatch):

@@ -12,6 +12,8 @@ from vllm.model_executor.kernels.linear.mixed_precision.triton_w4a16 import Trit
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16 import (
     CompressedTensorsWNA16,
 )
+from vllm.model_executor.layers.quantization.quark.schemes.quark_w4a16_int4 import QuarkW4A16Int4
+from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
 from vllm.scalar_type import scalar_types
 
@@ -183,6 +185,27 @@ def test_a_scheme_of_vllms_makes_the_kernel(monkeypatch):
     scheme.create_weights(layer, K, K, [N], K, torch.bfloat16, weight_loader=lambda *_: None)
     assert type(scheme.kernel).__name__ == "RocmOpsInt4Linear"
     assert scheme.kernel.baseline.w_q_name == "weight_packed"
+
+
+@pytest.mark.parametrize("pack_method", ["order", "reorder"])
+def test_quarks_layers_are_served(pack_method, monkeypatch):
+    """Its bytes are signed, in one of two orders, from which vLLM makes the layout that the op reads."""
+    hold(monkeypatch, None, TritonW4A16LinearKernel)
+    written = {"dtype": "int4", "group_size": 32, "symmetric": True}
+    scheme, layer = QuarkW4A16Int4(quant_utils.kInt4Static32, None, pack_method, written), torch.nn.Module()
+    sizes = {"input_size": K, "output_size": N}
+    scheme.create_weights(layer, [N], K, torch.bfloat16, lambda *_: None, **sizes)
+    assert type(scheme.kernel).__name__ == "RocmOpsInt4Linear"
+    values = torch.randint(-8, 8, (K, N), generator=torch.Generator().manual_seed(1))
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if pack_method == "reorder" else range(8)
+    shifts = 4 * torch.tensor(order).argsort()
+    layer.weight.data.copy_(((values & 15).unflatten(1, (-1, 8)) << shifts).sum(2).to(torch.uint32).view(torch.int32))
+    layer.weight_scale.data.copy_((random(K // 32, N).abs() / 100 + 0.001).bfloat16())
+    exact = (values.float() * layer.weight_scale.float().repeat_interleave(32, 0)).t()
+    scheme.process_weights_after_loading(layer)
+    x = random(FEW, K).bfloat16()
+    close(scheme.apply_weights(layer, x), x, exact)
+    assert "w4a16_gemm" in vllm_rocm_ops.stats()
 
 
 def test_fake_results_are_like_real_ones(make):

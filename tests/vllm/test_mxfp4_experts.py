@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_
 from vllm.model_executor.layers.fused_moe.experts import marlin_moe, ocp_mx_emulation_moe
 from vllm.model_executor.layers.fused_moe.experts.aiter_mxfp4_w4a16_moe import AiterW4A16ExpertsMonolithic
 from vllm.model_executor.layers.fused_moe.oracle import mxfp4
+from vllm.v1.worker import worker_base
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -38,6 +39,10 @@ class StridedLayout:
     """triton_kernels' layout without an order of its own."""
 
 
+class CDNA4MXScaleLayout:
+    """Its layout of scales for gfx950."""
+
+
 class HopperMXValueLayout:
     """One of its others."""
 
@@ -46,6 +51,13 @@ def held(values: torch.Tensor, layout: object = StridedLayout) -> Fake:
     """Return weights or scales [E, N, K] as triton_kernels' tensor has them."""
     experts, n, k = values.shape
     return Fake(storage=Fake(data=values.transpose(1, 2), layout=layout), shape=[experts, 2 * k, n])
+
+
+def in_tiles(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales [E, N, K / 32] as triton_kernels has them for gfx950, [E, N / 32, K]: padded to tiles of 32 rows and 8 columns."""
+    scale = torch.nn.functional.pad(scale, (0, -scale.shape[2] % 8), value=200)
+    tiles = scale.unflatten(2, (-1, 2, 4)).unflatten(1, (-1, 2, 16))  # E, N / 32, 2, 16, K / 256, 2, 4
+    return tiles.permute(0, 1, 4, 6, 3, 5, 2).flatten(2)
 
 
 def plugin_of(backend: str, routes: bool = False) -> type:
@@ -64,6 +76,7 @@ class Held:
         layout: object = StridedLayout,
         padded: bool = False,
         by_references: bool = True,
+        tiles: bool = False,
     ):
         monkeypatch.setattr(compat, "mx_scale", lambda precision: precision.weight_scale)
         if by_references:
@@ -74,7 +87,7 @@ class Held:
         for of in (quant._w1, quant._w2):
             of.bias = of.bias.float()
             scale = torch.nn.functional.pad(of.scale, (0, 2), value=200) if padded else of.scale
-            of.scale = Fake(weight_scale=held(scale))
+            of.scale = Fake(weight_scale=held(in_tiles(scale), CDNA4MXScaleLayout()) if tiles else held(scale))
         self.plugin, calls = plugin_of("TRITON", routes), self.calls
         kept_class = mxfp4.backend_to_kernel_cls(BACKENDS.TRITON)[not routes]
 
@@ -99,8 +112,9 @@ class Held:
         module = torch.nn.Module()
         module.quant_method, module.w13_weight = Fake(moe_kernel=self.kernel), self.weights[0]
         assert expert_support.first_weight(module).shape == self.layer.w1.shape
-        [(kind, taken, _)] = coverage.layers(module)
+        [(kind, taken, what)] = coverage.layers(module)
         assert kind == "layers of experts" and taken == (expert_support.held_by(module) is not None)
+        assert what == ("Fake" if taken else f"Fake, {self.experts.refused}")  # which `doctor` prints
         return taken
 
     def all_held(self, calls: int) -> bool:
@@ -150,6 +164,42 @@ def test_weights_are_read_where_vllms_experts_hold_them(routes, padded, monkeypa
     assert one.experts.w1_bias.dtype == one.experts.w2_bias.dtype == torch.bfloat16
     close(*one.call(65))
     assert one.all_held(1) and one.is_covered()
+
+
+def test_scales_in_tiles_are_read(monkeypatch):
+    """gfx950's: the op has a copy of them. Both sides are timed, and calls of many tokens are vLLM's, as they are held."""
+    one = Held(monkeypatch, routes=True, tiles=True)
+    close(*one.call())
+    assert one.calls == [] and one.experts.w1_scale.shape == (EXPERTS, 2 * INNER, one.layer.w1.shape[2] // 16)
+    before = one.experts.w1_scale.clone()
+    one.experts.w1_scale.zero_()
+    one.experts.refresh()
+    assert one.experts.w1_scale.equal(before)
+    close(*one.call(65))
+    assert one.all_held(1) and one.is_covered()
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_copies_follow_weights_that_are_updated_in_place(routes, monkeypatch):
+    """Padded scales and biases of float32 have copies, which keep their addresses: captured graphs read them."""
+    one = Held(monkeypatch, routes, padded=True)
+    close(*one.call())
+    quant = one.layer.quant_config
+    before = [getattr(one.experts, f"w{which}_{what}").data_ptr() for which in "12" for what in ("scale", "bias")]
+    for of, exact in ((quant._w1, one.layer.exact1), (quant._w2, one.layer.exact2)):
+        of.scale.weight_scale.storage.data.sub_(1)
+        of.bias.mul_(-2)
+        exact.mul_(0.5)
+    module, holder = torch.nn.Module(), torch.nn.Module()
+    module.quant_method, module.w13_weight, holder.experts = Fake(moe_kernel=one.kernel), one.weights[0], module
+    runner = Fake(get_model=lambda: holder)
+    worker = object.__new__(worker_base.WorkerWrapperBase)
+    worker.worker = Fake(finish_weight_update=lambda: None, model_runner=runner)
+    worker.finish_weight_update()
+    close(*one.call())
+    assert before == [
+        getattr(one.experts, f"w{which}_{what}").data_ptr() for which in "12" for what in ("scale", "bias")
+    ]
 
 
 def test_kernels_take_what_vllms_experts_hold(monkeypatch):

@@ -226,7 +226,7 @@ def test_experts_are_served(selected, release, arch, aiter):
     """They come first, hold vLLM's that read weights as loaded, and route unless routing is the model's own.
 
     With AITER enabled by the user, they hold AITER's, and do not route. They hold the ones of a backend that the user names.
-    MX-FP8 experts do not route, and are the plugin's if the GPU supports it; AITER has none for INT4. MXFP4 experts hold
+    MX-FP8 experts do not route, and on gfx942 read weights as loaded beside vLLM's emulation; AITER has none for INT4. MXFP4 experts hold
     those that vLLM selects, but for AITER's in an order of their own, on gfx950.
     """
     without, with_plugin = (selected[release][f"{arch} aiter={aiter} {plugin}"] for plugin in selection.PLUGIN)
@@ -251,13 +251,15 @@ def test_experts_are_served(selected, release, arch, aiter):
         assert aiter == "1" or with_plugin[f"experts {kind}, custom routing"] == holds
         named = f"RocmOpsRouting{kinds[kind]}Experts holds TritonExperts as TRITON"
         assert with_plugin[f"experts {kind}, named triton"] == named
-    baseline = without["experts mxfp8"]
-    assert with_plugin["experts mxfp8"] == (f"RocmOpsMxfp8Experts holds {baseline}" if arch == "gfx950" else baseline)
+    holds = f"RocmOpsMxfp8Experts holds {without['experts mxfp8']}"
+    if arch == "gfx942":
+        assert without["experts mxfp8"] == "Mxfp8EmulationTritonExperts as EMULATION"
+        holds = "RocmOpsMxfp8WeightExperts holds Mxfp8EmulationTritonExperts as TRITON_MXFP8"
+    assert with_plugin["experts mxfp8"] == holds
 
 
 BYPASSED = {
     ("MiniMax-M3, MXFP8", "linear"): "named emulation",
-    ("MiniMax-M3, MXFP8", "experts", "gfx942"): "does not support current device rocm",
     ("MiniMax-M3, MXFP8", "experts", "AiterMxfp8Experts"): "the op does not read its order of MX-FP8 weights",
     **dict.fromkeys([(models, "attention") for models in ("GLM-5.2", "DeepSeek-V3.2")], "sparse attention"),
     **{

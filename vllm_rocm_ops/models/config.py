@@ -11,7 +11,8 @@ from vllm_rocm_ops.ops.shared.experts import FOUR_BIT, SCHEMES
 SHIPPED = Path(__file__).parent
 
 EXPERTS = {TOKEN if name == "channel" else name: scheme for name, scheme in SCHEMES.items()}
-EXPERTS |= {STATIC: SCHEMES["tensor"]} | FOUR_BIT
+MX_ALONE = "mxfp8"  # weights for 16-bit tokens
+EXPERTS |= {STATIC: SCHEMES["tensor"]} | FOUR_BIT | {MX_ALONE: SCHEMES["mx"]}
 """The schemes of experts' weights, by the quantization of linear layers; experts of others run in vLLM."""
 
 

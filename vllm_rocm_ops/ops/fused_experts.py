@@ -16,7 +16,15 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.ops.shared import experts_streamed as streamed
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
-from vllm_rocm_ops.ops.shared.experts import are_e4m3_or_halves, contract, is_packed, scheme_of, slots, weight_of
+from vllm_rocm_ops.ops.shared.experts import (
+    are_e4m3_or_halves,
+    contract,
+    converts,
+    is_packed,
+    scheme_of,
+    slots,
+    weight_of,
+)
 from vllm_rocm_ops.ops.shared.experts_cases import cases
 from vllm_rocm_ops.ops.shared.experts_quantize import quantizing
 from vllm_rocm_ops.ops.shared.experts_streamed import StreamedConfig
@@ -35,14 +43,14 @@ def _reads_order(a, arch: Arch) -> bool:
 
 
 def _can_stream(a, arch: Arch) -> bool:
-    return are_e4m3_or_halves(a) and streamed.takes(a, arch)
+    return (are_e4m3_or_halves(a) or converts(a)) and streamed.takes(a, arch)
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     (m, _), (experts, n, h), size = a.hidden.shape, a.w1.shape, a.w1.element_size()
     kind = scheme_of(a.w1, a.w1_scale)
     packed, known = is_packed(a.w1), (kind.tokens(a.w1.dtype) or a.w1.dtype) in (*HALVES, arch.fp8_dtype, torch.int8)
-    yield f"{arch.name} supports the weights' dtype", known or packed
+    yield f"{arch.name} supports the weights' dtype", known or converts(a)
     yield f"the weights are not shuffled, or {arch.name} is an AMD GPU", _reads_order(a, arch)
     if not packed:  # whose columns are multiples of 32
         yield "H and I are multiples of 16 bytes, I of 8", h * size % 16 == n // 2 * size % 16 == n // 2 % 8 == 0
@@ -66,7 +74,7 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "biases have out_dtype", all(bias.dtype == a.out_dtype for bias in biases)
     yield "biases are contiguous, 16-byte aligned and span less than 2 GB", holds
     yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
-    if kind.native:
+    if kind.native and not a.weight_only:
         yield f"{arch.name} has block-scaled matrix instructions", arch.block_scales
     if kind.native or packed:
         most = f"M is at most {streamed.MAX_TOKENS}, slots {streamed.MAX_SLOTS}, M * slots * (I / {streamed.GATE_UP_ROWS})^2"
@@ -82,7 +90,8 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
     if not _reads_order(a, arch):
         return []
-    can_stream = (arch.block_scales or not scheme_of(a.w1, a.w1_scale).native) and _can_stream(a, arch)
+    by_instructions = scheme_of(a.w1, a.w1_scale).native and not a.weight_only
+    can_stream = (arch.block_scales or not by_instructions) and _can_stream(a, arch)
     can_tile = not is_packed(a.w1) and all(holds for _, holds in tiled.can_implement(a, arch))
     tiles = can_tile and (not can_stream or a.hidden.shape[0] >= TILED_FROM)
     return (streamed.configs(a, arch) if can_stream else []) + (tiled.configs(a, arch) if tiles else [])
@@ -166,7 +175,7 @@ def fused_experts(
         shared_experts: The last experts of E that take every token with weight 1; no id names them.
         apply_router_weight_on_input: Scale hidden by the router weights, not the result; topk is 1.
         shuffled: Each expert's w1 and w2 are in `shuffle_weight` order, as AITER stores them, with their plain shapes.
-        weight_only: W8A16: 8-bit weights, activations stay bf16 or fp16.
+        weight_only: W8A16: 8-bit weights, activations stay bf16 or fp16, bf16 with MX-FP8, whose NaN is 480 on gfx942.
         w1_bias: [E, 2 I], floating point: added to w1's products, in the order of its rows.
         w2_bias: [E, H], floating point: added to w2's products, before the router weights.
         swiglu_limit: Upper bound of gate, and of the absolute value of up; above 0, None for no bound.

@@ -13,7 +13,7 @@ DEVICE u32 upper_halves(f32x2 x) {
 }
 
 #if defined(__gfx942__)
-constexpr float kE4m3Unit = 2.0f;  // products with pairs lack this factor
+constexpr float kE4m3Unit = 0.5f;
 template <bool kUpper>
 DEVICE u32 e4m3_pair(u32 word) {
   const u32 signs = __builtin_amdgcn_perm(word, word, kUpper ? 0x030c020cu : 0x010c000cu) & 0x80008000u;

@@ -23,9 +23,9 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : GroupedOperands<8 * 
   static constexpr int kWordRows = 8, kStepK = mma::kDepth / 2, kLaneK = 8;
   template <int kTiles>
   static constexpr int kSliceSteps = kGroupSteps;
-  // What the registers hold of two waves per SIMD with one tile of tokens, of one with more.
+  // What registers hold beside the sums: with more, loaded values move between registers, and their moves wait for the loads.
   template <int kTiles>
-  static constexpr int kStages = mem::kPredicates ? 4 / kGroupSteps + 1 : 2 + kTiles;
+  static constexpr int kStages = mem::kPredicates ? 4 / kGroupSteps + 1 : 3;
   using Problem = GroupedProblem;
 
   struct Weights {

@@ -80,7 +80,7 @@ struct TileOperands<Bf16Mx<Value, kSteps>> : GroupedOperands<4> {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       // The unit multiplies products: a scale of 2^127 times it would not fit.
-      const f32x4 product = four_bit::multiply_tile(f32x4{}, row, tokens[t]) * Value::kUnit;
+      const f32x4 product = four_bit::multiply_tile(f32x4{}, row, tokens[t]) * (1.0f / Value::kUnit);
       four_bit::add_scaled(sum[t].value[kRow], product, factor);
     }
   }

@@ -6,6 +6,8 @@
 // with four separate sums takes one from each lane, or these lanes exchange words first, such that each has a word of
 // every group.
 //
+// Weights of eight bits with scales per group of 32 are loaded as if they were exchanged: a lane has eight of each group.
+//
 // Includes the vendor's half.
 #pragma once
 #include "device/scale.h"
@@ -19,17 +21,35 @@
 
 namespace packed {
 
-// Where a lane's vector v of a token, or the first of its group, begins in a slice, in K.
-template <int kGroups>
+// Where a lane's vector v of a token, or the first of its group, begins in a slice, in K. With kOfGroups a lane has vectors of all
+// groups.
+template <bool kOfGroups>
 DEVICE int depth(int lane, int v) {
   const int of_lane = mma::depth(lane) / 16;
-  return kExchanges<kGroups> ? of_lane * 8 + v * 32 : of_lane * 32;
+  return kOfGroups ? of_lane * 8 + v * 32 : of_lane * 32;
 }
-// Loads vector v, where vector 0 is at lane_offset + offset, or zeros. With exchanged words it is of group v. Else all are of the
+// Loads vector v, where vector 0 is at lane_offset + offset, or zeros. With kOfGroups it is of group v. Else all are of the
 // lane's group, so that they begin inside K if the first does.
-template <int kGroups>
+template <bool kOfGroups>
 DEVICE u32x4 load_vec(mem::Buffer from, int lane_offset, int v, int offset, bool inside) {
-  return load_further(from, lane_offset, v * (kExchanges<kGroups> ? 64 : 16), offset, inside);
+  return load_further(from, lane_offset, v * (kOfGroups ? 64 : 16), offset, inside);
+}
+
+// As `multiply`, of eight bits: words[l][v] are of load l's row and group v.
+template <class Value>
+DEVICE f32x4 multiply_bytes(f32x4 sum, const u32 (&words)[mma::kLoads][four_bit::kTokenVecs][Value::kWords],
+                            const u32x4 (&tokens)[four_bit::kTokenVecs],
+                            const float (&scales)[kValueRows][four_bit::kTokenVecs]) {
+#pragma unroll
+  for (int v = 0; v < four_bit::kTokenVecs; ++v) {
+    mma::Weights values;
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l) values.load[l] = Value::to_bf16(words[l][v]);
+    const f32x4 product = four_bit::multiply_tile(f32x4{}, values, tokens[v]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] += product[i] * scales[four_bit::value_load(i)][v];
+  }
+  return sum;
 }
 
 }  // namespace packed

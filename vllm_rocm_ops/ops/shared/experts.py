@@ -143,6 +143,11 @@ def columns_of(weight: Tensor) -> int:
     return weight.shape[2] * (1 + is_packed(weight))
 
 
+def converts(a) -> bool:
+    """True if kernels convert weights to bf16, and multiply groups' sums by scales: 4-bit weights, and MX-FP8 weights alone."""
+    return is_packed(a.w1) or a.weight_only and scheme_of(a.w1, a.w1_scale).native
+
+
 def activation_dtype(a) -> torch.dtype | None:
     """Return the dtype that tokens are quantized to before a GEMM, or None if they stay unquantized."""
     return None if a.weight_only else scheme_of(a.w1, a.w1_scale).tokens(a.w1.dtype)
@@ -229,7 +234,7 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
     half = " / 2" if packed else ""
     yield "w2", f"{a.w1.dtype} [E={experts}, H={h}, I={n // 2}{half}]", describe(a.w2), holds
     yield "weight_only", "False, unless weights have 8 bits", str(a.weight_only), of_8_bits or not a.weight_only
-    halves = (torch.bfloat16,) if packed else tuple(HALVES)
+    halves = (torch.bfloat16,) if converts(a) else tuple(HALVES)
     wanted = halves if of_8_bits or packed else (a.w1.dtype,)
     dtype = activation_dtype(a)
     quantized = dtype is not None and a.hidden.dtype == dtype
@@ -268,8 +273,8 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
         yield "expert_map", "int32 [global experts], one or more", describe(a.expert_map), holds
     if a.shuffled:
         whole = all(fits(weight.shape[1:], weight.dtype) and weight.is_contiguous() for weight in (a.w1, a.w2))
-        whole = whole and not packed
-        wanted = "False with 4-bit weights, or unless rows of w1 and w2 are multiples of 16, columns of 64 bytes, and both contiguous"
+        whole = whole and not converts(a)
+        wanted = "False with 4-bit weights and MX-FP8 weights alone, or unless rows of w1 and w2 are multiples of 16, columns of 64 bytes, and both contiguous"
         yield "shuffled", wanted, f"True with {describe(a.w1)} and {describe(a.w2)}", whole
     for name, columns in (("w1_bias", n), ("w2_bias", h)):
         if (bias := getattr(a, name)) is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.op import Case, case_maker
 from vllm_rocm_ops.core.quantization import E5M2, MX_SCALES
-from vllm_rocm_ops.ops.shared.experts import FOUR_BIT, SCHEMES
+from vllm_rocm_ops.ops.shared.experts import FOUR_BIT, SCHEMES, is_packed
 from vllm_rocm_ops.ops.shared.weight_layout import shuffle_weight
 
 CLAMPED = {"swiglu_limit": 0.5, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
@@ -96,21 +96,24 @@ def cases() -> Iterator[Case]:
     yield case("mx-clamped", 5, 3, 6, 128, 256, scheme="mx", shared_experts=1, **CLAMPED)
     yield case("mx-bias-interleaved", 3, 2, 4, 128, 160, scheme="mx", bias=True, interleaved=True, **CLAMPED)
     yield case("int8-static-bf16", 4, 2, 4, 144, 96, scheme="tensor", weights="int8", static=True)
-    for kind in FOUR_BIT:
-        of_kind = functools.partial(case, scheme=kind)
+    converted = {kind: {"scheme": kind} for kind in FOUR_BIT} | {"mxfp8": {"scheme": "mx", "weight_only": True}}
+    for kind, given in converted.items():
+        of_kind = functools.partial(case, **given)
         yield of_kind(kind, 3, 2, 8, 384, 128, shared_experts=1)
         yield of_kind(f"{kind}-m1", 1, 3, 7, 256, 256)
         yield of_kind(f"{kind}-m21", 21, 3, 5, 128, 256, mapped=True, ids=torch.int64)
         yield of_kind(f"{kind}-m17-one-expert", 17, 1, 3, 640, 128, one_expert=True)
         yield of_kind(f"{kind}-clamped", 3, 2, 4, 128, 640, bias=True, interleaved=True, **CLAMPED)
         yield of_kind(f"{kind}-on-input", 2, 1, 4, 128, 128, apply_router_weight_on_input=True, bias=True)
-    for kind in ("int4_32", "mxfp4"):  # incomplete slices, and groups at the end of a row
-        of_kind = functools.partial(case, scheme=kind)
+    for kind in ("int4_32", "mxfp4", "mxfp8"):  # incomplete slices, and groups at the end of a row
+        of_kind = functools.partial(case, **converted[kind])
         yield of_kind(f"{kind}-odd", 4, 2, 5, 224, 96, shared_experts=1)
         yield of_kind(f"{kind}-odd-long", 2, 2, 3, 928, 32)
         yield of_kind(f"{kind}-odd-clamped", 5, 2, 4, 96, 672, bias=True, interleaved=True, **CLAMPED)
-    yield case("mxfp4-extremes", 3, 2, 4, 160, 64, scheme="mxfp4", extremes=True, scale_dtype=MX_SCALES[1])
-    yield case("mxfp4-m65", 65, 1, 2, 64, 32, scheme="mxfp4")
+    for kind in ("mxfp4", "mxfp8"):
+        of_kind = functools.partial(case, **converted[kind])
+        yield of_kind(f"{kind}-extremes", 3, 2, 4, 160, 64, extremes=True, scale_dtype=MX_SCALES[1])
+        yield of_kind(f"{kind}-m65", 65, 1, 2, 64, 32)
     yield case("int8-alone-tensor", 4, 2, 4, 144, 48, weights="int8", weight_only=True, scheme="tensor")
 
 
@@ -178,7 +181,12 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         first, second = (scale.view(torch.uint8) for scale in weight_scales)
         first[0, 3, -1] = second[1:, 2, -1] = 255
         second[1:, 5] = 0
-        second[1:, 7, 0], weights[1][1:, 7, :16], weights[1][1:, 7, 0] = 254, 0, 1
+        second[1:, 7, 0], weights[1][1:, 7, : 32 // (1 + is_packed(weights[1]))] = 254, 0
+        weights[1][1:, 7, 0] = 1 if is_packed(weights[1]) else 0.5
+        if not is_packed(weights[0]):  # all bytes but NaN
+            every = (torch.arange(hidden) + 96 * torch.arange(8)[:, None]) % 256
+            every[every % 128 == 127] -= 1
+            weights[0][:, 16:24] = every.to(torch.uint8).view(torch.float8_e4m3fn).to(device)
     return (
         x,
         *weights,

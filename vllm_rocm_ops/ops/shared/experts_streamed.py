@@ -226,7 +226,7 @@ def _product(
     }
     quantizes, more = name == "down_quant", {}
     lds = _gate_up_lds(a) if name == "gate_up" else _down_lds(a, quantizes)
-    kind = scheme_of(weight, scale).infix("static" if quantizes else "row", weight.dtype)
+    kind = "mxfp8" if a.weight_only else scheme_of(weight, scale).infix("static" if quantizes else "row", weight.dtype)
     if name == "gate_up" and not is_plain(a):
         name, more = "gate_up_clamped", swiglu_arguments(a)
     elif name == "down" and a.w2_bias is not None:

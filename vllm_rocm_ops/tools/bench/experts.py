@@ -18,6 +18,7 @@ import torch
 from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.quantization import BLOCKS, MX_SCALES, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.models import arguments as model_arguments
+from vllm_rocm_ops.models.config import MX_ALONE
 from vllm_rocm_ops.ops import fused_experts
 from vllm_rocm_ops.ops.shared.experts import FOUR_BIT, columns_of
 from vllm_rocm_ops.ops.shared.inputs import Inputs
@@ -73,8 +74,9 @@ FOUR_BIT_SHARES = {
     "qwen3-30b-a3b": (SHARES["qwen3-30b-a3b"], "int4_128"),
     "qwen3-235b-a22b": (Share(128, 128, 8, 4096, 1536), "int4_128"),
     "gpt-oss-120b": (SHARES["gpt-oss-120b"], "mxfp4"),
+    "minimax-m3-tp4": (Share(128, 128, 4, 6144, 768), MX_ALONE),
 }
-"""Shares with INT4 or MXFP4 weights and bf16 tokens, and their scheme."""
+"""Shares with INT4, MXFP4 or MX-FP8 weights and bf16 tokens, and their quantization."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +168,9 @@ def experts(tokens: Iterable[int] = TOKENS, dtype: torch.dtype = torch.float8_e4
 
 
 def four_bit_experts(tokens: Iterable[int] = (1, 2, 4, 8, 16, 32, 64)) -> Iterator[Experts]:
-    """Yield the shares with INT4 or MXFP4 weights."""
-    for name, (share, scheme) in FOUR_BIT_SHARES.items():
-        yield from _calls(name, share, scheme, scheme, tokens)
+    """Yield the shares with INT4, MXFP4 or MX-FP8 weights and bf16 tokens."""
+    for name, (share, quantization) in FOUR_BIT_SHARES.items():
+        yield from _calls(name, share, quantization, quantization, tokens)
 
 
 def _calls(name: str, share: Share, quantization: str, kind: str, tokens: Iterable[int]) -> Iterator[Experts]:

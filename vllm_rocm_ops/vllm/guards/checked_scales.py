@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.quantization import MX_SCALES
 from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.moe import expert_support
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -76,10 +77,19 @@ def install() -> None:
 
         def update(self, *arguments, name=name, **keywords):
             result = getattr(self.worker, name)(*arguments, **keywords)
-            check_in_use(self.worker.model_runner.get_model())
+            model = self.worker.model_runner.get_model()
+            check_in_use(model)
+            refresh(model)
             return result
 
         setattr(WorkerWrapperBase, name, update)
+
+
+def refresh(model: torch.nn.Module) -> None:
+    """Have the plugin's experts read the weights that a model has now."""
+    for module in model.modules():
+        if (experts := expert_support.held_by(module)) is not None:
+            experts.refresh()
 
 
 def check_layers(layerwise) -> None:

@@ -7,7 +7,6 @@ which it would run another kernel, fp16 inputs, MXFP8 weights with NaN, and laye
 """
 
 import functools
-import logging
 import types
 
 import torch
@@ -24,8 +23,6 @@ MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 ROWS = 4  # the op's multiple of output channels
 COPIES = {"mxfp8": "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD", "mxfp4": "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD"}
 """vLLM's variables that have its emulation copy weights to bf16. The first is set by default."""
-
-logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def mx_weight_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, baseline_name: str) -> Tensor:
@@ -118,19 +115,15 @@ def multiplies_copies(quantization: str) -> bool:
     return COPIES[quantization] in envs.environment_variables
 
 
+def keeps_packed(kernel) -> bool:
+    """True if a kernel, or experts, of the plugin have packed MX weights of which vLLM's emulation multiplies copies."""
+    of_linear = getattr(kernel, "comparison", None) is COMPARISON and kernel.order is not None
+    return of_linear or getattr(kernel, "weight_only", False)
+
+
 def has_nan(weight: Tensor) -> bool:
     """True if an e4m3fn weight has NaN, which gfx942's kernels read as 480."""
     return any(((part & 127) == 127).any() for part in weight_order.parts(weight.view(torch.uint8)))
-
-
-@functools.cache
-def say_packed() -> None:
-    """Log once what packed MXFP8 weights save and cost."""
-    logger.info(
-        "vllm-rocm-ops: MXFP8 linear layers stay packed, at half the bytes of vLLM's copies in bf16; a call of more tokens than "
-        "mx_gemm takes copies its layer first. %s=1 keeps vLLM's copies",
-        COPIES["mxfp8"],
-    )
 
 
 def kernel_around(emulation: type, of: linear_base.Table, name: str) -> type:
@@ -178,8 +171,6 @@ def kernel_around(emulation: type, of: linear_base.Table, name: str) -> type:
             prepared = weight.contiguous(), scale[:n, : k // MX_BLOCK].contiguous()
             layer.weight, layer.weight_scale = (torch.nn.Parameter(one, requires_grad=False) for one in prepared)
             weight_order.note_order(self, layer, "plain")
-            if weight.is_floating_point():
-                say_packed()
 
         def apply_weights(self, layer, x, bias=None):
             if self.order is None:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.quantization import STATIC, TENSOR, UNQUANTIZED
-from vllm_rocm_ops.models.config import EXPERTS
+from vllm_rocm_ops.models.config import EXPERTS, MX_ALONE
 from vllm_rocm_ops.models.layers import DELTA_NET, GATED_NORM, GATES, PREFILL
 from vllm_rocm_ops.vllm import coverage, seam
 from vllm_rocm_ops.vllm.attention import rope_and_cache, rope_pre_attention
@@ -289,6 +289,7 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     cls = getattr(routed.quant_method, "experts_cls", None)
     w1, total = expert_support.first_weight(routed), runner.moe_config.num_experts
     topk, quantization = runner.moe_config.experts_per_token, scheme(routed)
+    quantization = MX_ALONE if getattr(cls, "weight_only", False) else quantization
     if topk > total:
         raise ValueError(f"{topk} experts per token of {total}")
     is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and quantization is not None

@@ -69,7 +69,7 @@ def op_arguments(
     scales = experts.w1_scale, experts.w2_scale, hidden_scale, experts.a2_scale
     routing = topk_weights, topk_ids, out_dtype
     biases = experts.w1_bias, experts.w2_bias
-    options = expert_map, 0, on_input, experts.shuffled, False
+    options = expert_map, 0, on_input, experts.shuffled, experts.weight_only
     return hidden, w1, w2, *routing, *scales, *options, *biases, *swiglu_of(experts, activation)
 
 
@@ -102,7 +102,7 @@ def run(
     if baseline is None:
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
     call = topk_ids.shape[1], topk_ids.dtype, expert_map, on_input, activation, global_num_experts
-    choice = choice_of(experts, len(hidden), COMPARISON, w1, w2, out_dtype, *call)
+    choice = choice_of(experts, len(hidden), experts.comparison or COMPARISON, w1, w2, out_dtype, *call)
     return linear_base.run_or_baseline(baseline, ops.fused_experts, choice, *arguments)
 
 
@@ -142,8 +142,8 @@ class Experts(LayerComparison):
         kinds = " ".join(dict.fromkeys(scheme.name for scheme in schemes))
         here = f"{len(w1)}" if expert_map is None else f"{len(w1)} of {total}"
         types = kernel_selection.types(w1.dtype, dtype)
-        shuffled = " shuffled" * experts.shuffled
-        return f"{here} experts {columns_of(w1)}x{columns_of(w2)} top {topk} {types} scales {kinds}{shuffled}{rest_of(experts, activation)}"
+        how = " shuffled" * experts.shuffled + " alone" * experts.weight_only
+        return f"{here} experts {columns_of(w1)}x{columns_of(w2)} top {topk} {types} scales {kinds}{how}{rest_of(experts, activation)}"
 
     def work(self, layer, tokens):
         w1, w2, _, _, topk, _, expert_map, *_, total = layer
@@ -199,6 +199,7 @@ class Experts(LayerComparison):
         options = a.topk_ids.shape[1], a.topk_ids.dtype, a.expert_map, a.apply_router_weight_on_input, swiglu, total
         scales = {"w1_scale": a.w1_scale, "w2_scale": a.w2_scale, "a1_scale": None, "a2_scale": None}
         scales |= {"w1_bias": a.w1_bias, "w2_bias": a.w2_bias}
+        scales |= {"weight_only": a.weight_only}
         orders = (types.SimpleNamespace(**scales, shuffled=shuffled) for shuffled in (False, True))
         return [(a.w1, a.w2, a.out_dtype, order, *options) for order in orders]
 
@@ -357,8 +358,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
                 self.baseline.apply(
                     output,
                     quantized,
-                    w1,
-                    w2,
+                    *self.held(*self.readable(w1, w2)),
                     topk_weights,
                     topk_ids,
                     activation,

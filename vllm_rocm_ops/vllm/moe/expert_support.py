@@ -100,6 +100,10 @@ class Predicates:
 
     refused = ""
     """The reason for which vLLM's experts serve all calls of the layer, found at the first one."""
+    weight_only = False
+    """True if 8-bit weights multiply 16-bit tokens."""
+    comparison = None
+    """The comparison with the kept experts, by default base.py's."""
 
     @property
     def expects_unquantized_inputs(self):
@@ -180,8 +184,11 @@ class Predicates:
         return w1, w2
 
     def held(self, w1: Tensor, w2: Tensor) -> tuple:
-        """Return vLLM's form of a layer's weights, given the form that the op reads."""
+        """Return a layer's weights as the kept experts get them, given the form that the op reads."""
         return w1, w2
+
+    def refresh(self) -> None:
+        """Write copies of a layer's scales and biases again, where captured graphs read them, after an update of its weights."""
 
     def leave(self) -> None:
         """Hand all later calls to vLLM's experts. Experts that route keep theirs."""
@@ -212,8 +219,20 @@ def first_weight(layer: torch.nn.Module) -> Tensor | None:
     return weight if weight is None or isinstance(weight, Tensor) else weight.storage.data.transpose(1, 2)
 
 
-def held_by(layer: torch.nn.Module) -> Predicates | None:
+def experts_of(layer: torch.nn.Module) -> Predicates | None:
     """Return the plugin's experts that a layer holds, None if it has others or none."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
-    return experts if isinstance(experts, Predicates) and not experts.refused else None
+    return experts if isinstance(experts, Predicates) else None
+
+
+def held_by(layer: torch.nn.Module) -> Predicates | None:
+    """Return the plugin's experts that a layer holds and that serve it, None if it has others or none."""
+    experts = experts_of(layer)
+    return None if experts is None or experts.refused else experts
+
+
+def refusal_of(layer: torch.nn.Module) -> str:
+    """Return what the plugin's experts found at the first call that they do not support, empty if nothing."""
+    experts = experts_of(layer)
+    return "" if experts is None else experts.refused

@@ -2,7 +2,8 @@
 
 vLLM chooses a backend first, and its experts for it are kept. OpenAI's triton_kernels and AITER's Triton experts hold
 transposed views of the checkpoint's bytes on ROCm (`StridedLayout`), which the op reads in place, with the zeros that vLLM pads
-to. Weights in another order stay vLLM's. Some of these experts route: then the plugin routes, too, in the calls that it serves.
+to. On gfx950 scales are in an order of matrix instructions: the op has a copy of them, a sixteenth of the weights' bytes. Weights in
+another order stay vLLM's. Some of these experts route: then the plugin routes, too, in the calls that it serves.
 
 vLLM emulates W4A4 and rounds tokens to MXFP4 on GPUs without it. Beside it the plugin multiplies bf16 tokens, so the model's tokens
 differ from the emulation's. That is said in the log.
@@ -10,6 +11,7 @@ differ from the emulation's. That is said in the log.
 
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,6 +37,9 @@ SELECTS = {
 }
 """vLLM's functions that select experts, gpt-oss's and the general one, with their parameters."""
 
+SCALE_TILES = "CDNA4MXScaleLayout", "GFX950MXScaleLayout"
+"""triton_kernels' layout of scales for block-scaled matrix instructions, and its name before Triton 3.6."""
+
 ROUTING = "RenormalizeNaive"
 """vLLM's routing method of the layers in which the plugin routes, gpt-oss's."""
 
@@ -42,7 +47,7 @@ logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
 def rows_of(held, what: str) -> Tensor:
-    """Return weights or scales [E, N, K / ...] that vLLM's experts hold, K last, as a view.
+    """Return weights or scales [E, N, K / ...] that vLLM's experts hold, K last, as a view of those that are not in tiles.
 
     Raises:
         ValueError: They are in an order that the op does not read.
@@ -50,10 +55,20 @@ def rows_of(held, what: str) -> Tensor:
     if isinstance(held, Tensor):  # as loaded
         return held
     storage = held.storage
-    layout = storage.layout if isinstance(storage.layout, type) else type(storage.layout)
-    if layout.__name__ != "StridedLayout":
-        raise ValueError(f"{what} in {layout.__name__}")
-    return storage.data.transpose(1, 2)
+    name = (storage.layout if isinstance(storage.layout, type) else type(storage.layout)).__name__
+    rows = storage.data.transpose(1, 2)
+    if name == "StridedLayout":
+        return rows
+    if name not in SCALE_TILES:
+        raise ValueError(f"{what} in {name}")
+    return of_tiles(rows)
+
+
+def of_tiles(tiles: Tensor) -> Tensor:
+    """Return scales [E, N, K / 32] of tiles [E, N / 32, K], in which a word has rows r and r + 16, columns c and c + 4."""
+    experts, blocks, of_block = tiles.shape
+    split = tiles.reshape(experts, blocks, of_block // 256, 4, 16, 2, 2)
+    return split.permute(0, 1, 6, 4, 2, 5, 3).reshape(experts, 32 * blocks, of_block // 32)
 
 
 class Reads:
@@ -62,29 +77,46 @@ class Reads:
     w1_scale = w2_scale = w1_bias = w2_bias = a1_scale = a2_scale = None
     read: tuple = None, None, None, None
     """The weights of vLLM's layer, and as the op reads them."""
+    copies: tuple = ()
+    """Pairs of functions that read vLLM's scales and biases, and of copies that the op reads in their place."""
 
     def readable(self, w1, w2):
         if self.read[0] is not w1 or self.read[1] is not w2:
             config = self.quant_config
             values = [rows_of(weight, "MXFP4 weights") for weight in (w1, w2)]
+            self.copies = ()
             scales = [self.scales(of.scale, weight) for of, weight in zip((config._w1, config._w2), values)]
             if any(weight.stride(2) != 1 for weight in values):
                 raise ValueError("MXFP4 weights whose columns are apart")
             self.w1_scale, self.w2_scale = scales
             # vLLM's Triton experts have them in float32, from a checkpoint's bf16.
-            biases = (None if of.bias is None else of.bias.to(torch.bfloat16) for of in (config._w1, config._w2))
-            self.w1_bias, self.w2_bias = biases
+            self.w1_bias, self.w2_bias = (self.bias(of.bias) for of in (config._w1, config._w2))
             self.read = w1, w2, *values
         return self.read[2:]
 
     def held(self, w1, w2):
         return self.read[:2]
 
-    @staticmethod
-    def scales(scale, values: Tensor) -> Tensor:
-        """Return the scales [E, N, K / 32] of values [E, N, K / 2], copied if their rows are apart or padded."""
-        scale = rows_of(scale if isinstance(scale, Tensor) else compat.mx_scale(scale), "MXFP4 scales")
-        return scale[..., : values.shape[2] // 16].contiguous()
+    def scales(self, scale, values: Tensor) -> Tensor:
+        """Return the scales [E, N, K / 32] of values [E, N, K / 2], copied if they are in tiles, or their rows apart or padded."""
+        scale = scale if isinstance(scale, Tensor) else compat.mx_scale(scale)
+        data = scale if isinstance(scale, Tensor) else scale.storage.data
+        rows, columns = values.shape[1], values.shape[2] // 16
+        return self.noted(data, lambda: rows_of(scale, "MXFP4 scales")[:, :rows, :columns].contiguous())
+
+    def bias(self, bias: Tensor | None) -> Tensor | None:
+        return bias if bias is None else self.noted(bias, lambda: bias.to(torch.bfloat16))
+
+    def noted(self, source: Tensor, read: Callable[[], Tensor]) -> Tensor:
+        """Return what a function reads of a tensor. Note a copy, to write it again."""
+        copy = read()
+        if copy.data_ptr() != source.data_ptr():
+            self.copies = *self.copies, (read, copy)
+        return copy
+
+    def refresh(self):
+        for read, copy in self.copies:
+            copy.copy_(read())
 
     def reads(self, w1, w2) -> bool:
         """True if the op reads a layer's weights. Else vLLM's experts serve it from now on."""

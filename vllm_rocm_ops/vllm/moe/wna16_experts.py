@@ -1,6 +1,7 @@
 """Run INT4 experts with bf16 tokens by `fused_experts` where it is faster, see base.py.
 
-Weights are symmetric, in groups of 32 or 128, as vLLM's Triton experts get them, which serve all other calls. Layers that
+Weights are symmetric, in groups of 32 or 128, as vLLM's Triton experts get them, which serve all other calls: of
+compressed-tensors, moe_wna16, and Quark if its configuration has one size of groups. Layers that
 vLLM gives to another backend, and AWQ's and act-order's, which have no Triton experts or zero points, stay vLLM's.
 """
 
@@ -35,11 +36,25 @@ def probe() -> None:
     seam.require_parameters(modular_kernel.FusedMoEKernel.__init__, "prepare_finalize", "fused_experts")
 
 
+def group_of(quant_config) -> int | None:
+    """Return the columns that share a scale, None if layers differ. Quark's configuration has them for all layers and for some."""
+    written = getattr(quant_config, "quant_config", None)
+    if not isinstance(written, dict):
+        return getattr(quant_config, "group_size", None)
+    of_layers = [written.get(name) or {} for name in ("layer_quant_config", "layer_type_quant_config")]
+    configs = [written.get("global_quant_config"), *(one for of in of_layers for one in of.values())]
+    weights = [one["weight"] for one in configs if one and one.get("weight")]
+    groups = {weight.get("group_size") for weight in weights if weight.get("dtype") in ("int4", "uint4")}
+    return groups.pop() if len(groups) == 1 else None
+
+
 def unsupported(config, quant_config, may_have_zp: bool) -> str:
     """Return what the op does not support of a layer's groups and tokens, empty if it supports them."""
-    group, dtype = getattr(quant_config, "group_size", None), config.in_dtype
+    group, dtype = group_of(quant_config), config.in_dtype
     if may_have_zp:
         return "INT4 with zero points"
+    if group is None:
+        return "INT4 in groups that differ by layer"
     if not any(group == scheme.group for scheme in FOUR_BIT.values() if torch.bfloat16 in scheme.scales):
         return f"INT4 in groups of {group}"
     sizes = config.hidden_dim, config.intermediate_size_per_partition

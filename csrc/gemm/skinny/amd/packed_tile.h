@@ -48,7 +48,10 @@ DEVICE f32x4 multiply(f32x4 sum, const mma::Weights& weights, const u32x4 (&toke
 #pragma unroll
     for (int i = 0; i < four_bit::kTokenVecs; ++i)
       product = mma::multiply_add<Bf16>(product, tokens[i], Value::to_bf16(words[i]));
-    return sum + product * scales[0][0];
+    // A packed multiply-add would also read the register after the scale's, and wait for the next slice's load to it.
+    const float scale = scales[0][0];
+    four_bit::add_scaled(sum, product, f32x4{scale, scale, scale, scale});
+    return sum;
   } else {
 #if defined(__gfx942__)
     four_bit::GroupSums products;
