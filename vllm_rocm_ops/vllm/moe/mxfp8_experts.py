@@ -68,7 +68,7 @@ def around_emulation(oracle, backends, scheme: tuple) -> type:
 
         def held(self, w1, w2):
             given = (w1, w2), (self.w1_scale, self.w2_scale)
-            copies = mx_weights.multiplies_copies("mxfp8") and not self.refused
+            copies = mx_weights.emulation_reads_bf16("mxfp8") and not self.refused
             return tuple(map(copied, *given)) if copies else given[0]
 
         def apply(self, output, hidden_states, w1, w2, *others, **more):
@@ -93,7 +93,7 @@ def unsupported(config) -> str:
     """Return why a layer that vLLM emulates stays vLLM's, empty if it does not."""
     if config.in_dtype != torch.bfloat16:
         return f"MX-FP8 weights with {config.in_dtype}"
-    return f"the copies that {mx_weights.COPIES['mxfp8']} asks for" if mx_weights.copies("mxfp8") else ""
+    return f"the copies that {mx_weights.DEQUANT_AT_LOAD['mxfp8']} asks for" if mx_weights.dequantizes_at_load("mxfp8") else ""
 
 
 def install() -> None:
