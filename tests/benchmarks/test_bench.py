@@ -403,7 +403,7 @@ TOKENS = (1, 8, 16, 32, 64, 128)
     ("name", "tokens", "count"),
     [
         *(("rows", TOKENS[:4], len(shapes.ROW_OPS) * 2 * 4), ("linear", TOKENS, 6 * 28), ("routing", TOKENS, 6)),
-        *(("gates", TOKENS, 6 * 5), ("expert-gates", TOKENS, 4 * 3 * 6)),
+        *(("gates", TOKENS, 6 * 5), ("expert-gates", TOKENS, 5 * 3 * 6)),
         *(("moe", TOKENS, 6 * 14), ("attention", None, 24), ("gemm-dtypes", None, 96)),
         ("decode-attention", None, 2 * (52 + 12) + 4 * 3 + 16),
         ("gated-delta-net", TOKENS, 5 * 6),
