@@ -64,7 +64,9 @@ struct GatedByToken {
   INSTANCE( 512, silu_and_mul_with_expert_gate_per_token_quant_##type##_x8, T, kPerToken, 8)        \
   INSTANCE(1024, silu_and_mul_with_expert_gate_per_token_quant_##type##_general, T, kPerToken, 0)   \
   INSTANCE(1024, silu_and_mul_with_expert_gate_per_block_quant_##type##_x1, T, kPerBlock, 1)        \
-  INSTANCE(1024, silu_and_mul_with_expert_gate_per_block_quant_##type##_general, T, kPerBlock, 0)
+  INSTANCE(1024, silu_and_mul_with_expert_gate_per_block_quant_##type##_general, T, kPerBlock, 0)   \
+  INSTANCE(1024, silu_and_mul_with_expert_gate_mxfp8_quant_##type##_x1, T, kMx, 1)                  \
+  INSTANCE(1024, silu_and_mul_with_expert_gate_mxfp8_quant_##type##_general, T, kMx, 0)
 // clang-format on
 
 INSTANCES(bf16, Bf16)

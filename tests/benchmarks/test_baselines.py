@@ -122,7 +122,7 @@ def test_caches_have_scales_of_one_where_triton_multiplies_by_them_alone(monkeyp
     }
 
 
-@pytest.mark.parametrize("name", ["next", "bf16-plain"])
+@pytest.mark.parametrize("name", ["next", "bf16-plain", "drafts"])
 def test_vllms_kernels_of_gated_delta_net_get_the_parts_of_rows_apart(name, monkeypatch):
     case = next(case for case in ops.gated_delta_net_decode.cases() if case.name == name)
     a = ops.gated_delta_net_decode.Arguments(*case.make("cpu", GENERATOR, torch.float8_e4m3fn))
@@ -134,6 +134,9 @@ def test_vllms_kernels_of_gated_delta_net_get_the_parts_of_rows_apart(name, monk
     kernels = SimpleNamespace(
         causal_conv1d_update=keeps("convolution", lambda x, *_: x),
         fused_recurrent_gated_delta_rule_packed_decode=keeps("recurrence", lambda *_: None),
+        fused_sigmoid_gating_delta_rule_update=lambda **named: (
+            given.update(recurrence=((), named)) or (named["v"], None)
+        ),
         rmsnorm_fn=keeps("norm", lambda x, *_: x),
     )
     monkeypatch.setattr(gated_delta_net.importlib, "import_module", lambda _: kernels)
@@ -143,9 +146,19 @@ def test_vllms_kernels_of_gated_delta_net_get_the_parts_of_rows_apart(name, monk
     assert torch.equal(given["convolution"][0][0], mixed) and given["convolution"][0][1] is a.conv_state
     of_rule = given["recurrence"][1]
     assert all(torch.equal(of_rule[name], wanted) for name, wanted in (("a", alpha), ("b", b)))
-    assert of_rule["out"].shape == (len(z), 1, *z.shape[1:]) and of_rule["initial_state"] is a.state
+    assert of_rule["initial_state"] is a.state
+    if a.row_starts is None:
+        assert of_rule["out"].shape == (len(z), 1, *z.shape[1:])
+    else:
+        parts = torch.cat([of_rule[part].flatten(2)[0] for part in "qkv"], 1)
+        assert torch.equal(parts, mixed) and of_rule["v"].shape == (1, *z.shape)
+        assert torch.equal(given["norm"][0][0], of_rule["v"][0].flatten(0, 1))
+        assert given["convolution"][1]["max_query_len"] == a.indices.shape[1]
+        for named, wanted in (("num_accepted_tokens", a.accepted), ("query_start_loc", a.row_starts)):
+            assert given["convolution"][1][named] is wanted
+        assert of_rule["num_accepted_tokens"] is a.accepted and of_rule["cu_seqlens"] is a.row_starts
     assert torch.equal(given["norm"][0][3], z.flatten(0, 1)) and given["norm"][0][4] == a.epsilon
-    with pytest.raises(ValueError, match="one row per request, not quantized"):
+    with pytest.raises(ValueError, match="a result that is not quantized"):
         baseline.prepare(*a._replace(out=a.out.to(torch.float8_e4m3fn)))
 
 
@@ -256,7 +269,9 @@ def _shapes_of(share: experts.Share, dtype: torch.dtype, monkeypatch) -> list[ex
 def test_two_launches_leave_what_one_does_that_projects_b_and_a():
     """The baseline takes only calls with tokens."""
     op, baseline = ops.gated_delta_net_decode, BASELINES["gated_delta_net_decode"]["two launches"]
-    make = functools.partial(gated_delta_net_list._make, (1, 2, True, torch.bfloat16, 64), 2)
+    make = functools.partial(
+        gated_delta_net_list.make, 2, heads=(1, 2), is_interleaved=True, dtype=torch.bfloat16, columns=64
+    )
     found, wanted = (
         op.Arguments(*make("cpu", torch.Generator().manual_seed(0), torch.float8_e4m3fn)) for _ in range(2)
     )

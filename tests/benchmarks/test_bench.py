@@ -403,10 +403,10 @@ TOKENS = (1, 8, 16, 32, 64, 128)
     ("name", "tokens", "count"),
     [
         *(("rows", TOKENS[:4], len(shapes.ROW_OPS) * 2 * 4), ("linear", TOKENS, 6 * 28), ("routing", TOKENS, 6)),
-        *(("gates", TOKENS, 6 * 5), ("expert-gates", TOKENS, 4 * 3 * 6)),
+        *(("gates", TOKENS, 6 * 5), ("expert-gates", TOKENS, 5 * 3 * 6)),
         *(("moe", TOKENS, 6 * 14), ("attention", None, 24), ("gemm-dtypes", None, 96)),
         ("decode-attention", None, 2 * (52 + 12) + 4 * 3 + 16),
-        ("gated-delta-net", TOKENS, 3 * 6),
+        ("gated-delta-net", TOKENS, 5 * 6),
     ],
 )
 def test_a_list_has_every_shape_once(name, tokens, count):
@@ -432,13 +432,16 @@ def test_a_dtype_that_kernels_do_not_take_is_refused(make):
         next(iter(make(dtype=torch.float8_e4m3fn)))
 
 
-def test_a_gated_delta_net_step_is_checked_and_counts_the_states_of_its_requests(emulated):
-    make = functools.partial(gated_delta_net._make, (1, 2, True, torch.bfloat16), 1)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_gated_delta_net_step_is_checked_and_counts_the_states_of_its_requests(emulated, rows):
+    """A request reads one state, and writes one for each row."""
+    layer = {"heads": (1, 2), "is_interleaved": True, "dtype": torch.bfloat16, "rows": rows}
+    make = functools.partial(gated_delta_net.make, 1, **layer)
     shape = gated_delta_net.Step(ops.gated_delta_net_decode, Case("tiny", make), {"requests": 1})
     [[line]] = bench.run([shape], emulated, once=True)
     assert line.details["relative_error"] < 0.01
-    states = 2 * 2 * (2 * 128 * 128 + 3 * 4 * 128)
-    assert shape.bytes_moved([shape.arguments("cpu", torch.float8_e4m3fn)]) == states + 2 * (6 + 2) * 128
+    states = 2 * ((1 + rows) * 2 * 128 * 128 + 2 * (2 + rows) * 4 * 128)
+    assert shape.bytes_moved([shape.arguments("cpu", torch.float8_e4m3fn)]) == states + 2 * (6 + 2) * 128 * rows
     with launch.executor(Nothing(emulated.arch)):
         [[line]] = bench.run([shape], emulated, once=True)
     assert line.details["relative_error"] > 0.5

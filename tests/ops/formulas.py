@@ -956,7 +956,10 @@ FORMULAS: dict[str, Callable[..., Found]] = {
         silu_and_mul_with_clamp,
     ),
     **dict.fromkeys(
-        (f"silu_and_mul_with_expert_gate{kind}" for kind in ("", "_quant", "_per_token_quant", "_per_block_quant")),
+        (
+            f"silu_and_mul_with_expert_gate{kind}"
+            for kind in ("", "_quant", "_per_token_quant", "_per_block_quant", "_mxfp8_quant")
+        ),
         silu_and_mul_with_expert_gate,
     ),
     **dict.fromkeys(

@@ -256,6 +256,8 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
         if family in ("qwen2_moe", *DELTA_NETS):
             weights |= mlp(generator, f"{block}.shared_expert", hidden, config["shared_expert_intermediate_size"])
             weights[f"{block}.shared_expert_gate.weight"] = linear(generator, 1, hidden)
+    if family in DELTA_NETS and layers > config["num_hidden_layers"]:
+        weights = with_drafts_of_qwen(weights, layers - 1)
     if family in SPARSE_BLOCKS:
         named = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
         for name in [name for name in weights if ".experts." in name]:
@@ -270,7 +272,7 @@ def family_weights(config: dict) -> dict[str, torch.Tensor]:
 def with_delta_net(generator: torch.Generator, weights: dict, config: dict, layer: int) -> dict[str, torch.Tensor]:
     """Return weights in which a layer has Gated DeltaNet, or attention whose queries have gates."""
     hidden, prefix = config["hidden_size"], f"model.layers.{layer}"
-    if config["layer_types"][layer] == "full_attention":
+    if layer >= config["num_hidden_layers"] or config["layer_types"][layer] == "full_attention":
         name = f"{prefix}.self_attn.q_proj.weight"
         return weights | {name: linear(generator, 2 * len(weights[name]), hidden)}
     weights = {name: weight for name, weight in weights.items() if not name.startswith(f"{prefix}.self_attn.")}
@@ -289,6 +291,28 @@ def with_delta_net(generator: torch.Generator, weights: dict, config: dict, laye
         f"{stem}.norm.weight": norm(generator, size),
         f"{stem}.out_proj.weight": linear(generator, hidden, value, 0.7),
     }
+
+
+def with_drafts_of_qwen(weights: dict, layer: int) -> dict[str, torch.Tensor]:
+    """Return weights in which a layer for multi-token prediction has the names of Qwen3-Next and Qwen3.5."""
+    names = {
+        "enorm.": "pre_fc_norm_embedding.",
+        "hnorm.": "pre_fc_norm_hidden.",
+        "eh_proj.": "fc.",
+        "shared_head.norm.": "norm.",
+        **dict.fromkeys(("embed_tokens.", "shared_head.head."), None),  # of the model
+    }
+    result, prefix = {}, f"model.layers.{layer}."
+    for name, weight in weights.items():
+        stem, part = name.partition(prefix)[1:]
+        found = next((of for of in names if part.startswith(of)), "")
+        if not stem:
+            result[name] = weight
+        elif not found:
+            result[f"mtp.layers.0.{part}"] = weight
+        elif names[found]:
+            result["mtp." + names[found] + part.removeprefix(found)] = weight
+    return result
 
 
 def has_experts(config: dict, layer: int) -> bool:

@@ -6,6 +6,8 @@ vLLM's kernels for CPU keep a state as [K, V] and a packed weight of the convolu
 import ctypes
 import importlib.machinery
 import itertools
+import json
+import os
 import sys
 import types
 
@@ -40,6 +42,7 @@ def install_absent() -> None:
 
     mamba_utils._resolve_fused_precopy = lambda *_: None  # states are copied for prefix caching
     mamba_utils.batch_memcpy = copy_all
+    mamba_utils.postprocess_mamba_align_gpu = keep_at_boundaries
 
 
 def keep_small_weights() -> None:
@@ -61,6 +64,77 @@ def copy_all(sources: Tensor, destinations: Tensor, sizes: Tensor) -> None:
     """Copy memory by addresses and bytes."""
     for source, destination, size in zip(sources.tolist(), destinations.tolist(), sizes.tolist()):
         ctypes.memmove(destination, source, size)
+
+
+def keep_at_boundaries(
+    *,
+    bufs,
+    num_reqs: int,
+    num_accepted_tokens_gpu: Tensor,
+    num_accepted_tokens_cpu_tensor: Tensor,
+    input_batch,
+    kv_cache_config,
+    forward_context,
+    mamba_state_copy_funcs,
+) -> None:
+    """Copy the states of accepted drafts at which a page ends to that page, as vLLM's `postprocess_mamba_fused_kernel`."""
+    from vllm.v1.worker import mamba_utils
+
+    staged, copies = bufs.postprocess_align, bufs.preprocess
+    names = "mamba_state_idx", "num_scheduled_tokens", "num_computed_tokens", "num_draft_tokens"
+    rows = zip(*(getattr(staged, f"{name}_buf").cpu[:num_reqs].tolist() for name in names))
+    copies.offset = 0
+    num_accepted_tokens_cpu_tensor[:num_reqs] = num_accepted_tokens_gpu[:num_reqs]
+    for request, (source, scheduled, computed, drafts) in enumerate(rows):
+        accepted = int(num_accepted_tokens_gpu[request])
+        before = computed + scheduled - drafts
+        end = (before + accepted - 1) // staged.block_size * staged.block_size
+        if end < before:
+            continue
+        page = end // staged.block_size - 1
+        if page == source:  # the running page has it, and goes on from there
+            num_accepted_tokens_cpu_tensor[request] = 1
+        tables = {group: input_batch.block_table[group] for group in copies.mamba_group_ids}
+        blocks = {group: table.get_device_tensor(num_reqs)[request].tolist() for group, table in tables.items()}
+        mamba_utils.collect_mamba_copy_meta(
+            copies,
+            kv_cache_config,
+            mamba_state_copy_funcs,
+            copies.mamba_group_ids,
+            source,
+            page,
+            end - before,
+            types.SimpleNamespace(block_ids=blocks),
+            forward_context,
+        )
+    mamba_utils.do_mamba_copy_block(copies)
+
+
+KNOWN = "KNOWN_TOKENS"
+"""The variable with lists of tokens, in JSON, that `draft_known` looks for."""
+
+
+def draft_known(page: int) -> None:
+    """Draft what is known to follow, of which a number that varies is right, in place of n-grams of a text that is known.
+
+    At the end of a page, in tokens, it is what the page lacks: of one that is left in the middle of a step vLLM 0.32 keeps no state.
+    """
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    own = NgramProposer.batch_propose
+
+    def batch_propose(self, requests: int, valid: list[int], lengths, tokens, most: int) -> list[list[int]]:
+        result = own(self, requests, valid, lengths, tokens, most)
+        for request in valid:
+            length = int(lengths[request])
+            for known in json.loads(os.environ.get(KNOWN, "[]")):
+                if known[:length] == tokens[request, :length].tolist():
+                    right = page - length if 0 < page - length <= most else length % (most + 1)
+                    drafts = enumerate(known[length : length + most])
+                    result[request] = [token ^ (place >= right) for place, token in drafts]
+        return result
+
+    NgramProposer.batch_propose = batch_propose
 
 
 def install() -> None:

@@ -11,6 +11,8 @@ import os
 import traceback
 from unittest import mock
 
+TURN = "turn"
+
 
 def generate(job: dict) -> dict:
     """Load a model, generate greedily, and report tokens, log probabilities and the ops' statistics.
@@ -54,7 +56,8 @@ def generate(job: dict) -> dict:
     captured = llm.collective_rpc("vllm_rocm_ops_stats")
     llm.collective_rpc("vllm_rocm_ops_reset_stats")
     with emulated(job.get("emulate")), faulty(job.get("fault")), rows.counted() as called:
-        outputs = [request.outputs[0] for request in llm.generate(prompts, sampling, use_tqdm=False)]
+        finished = llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = [request.outputs[0] for request in finished]
     stats, *other_ranks = llm.collective_rpc("vllm_rocm_ops_stats")
     fallbacks = llm.collective_rpc("vllm_rocm_ops_fallbacks")
     then, then_logprobs, cached = [], [], 0
@@ -63,7 +66,8 @@ def generate(job: dict) -> dict:
         if adapter is None and (refused := prepare(llm, step)):
             then.append(refused)
             continue
-        requests = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
+        asked = [continued(*turn) for turn in zip(finished, job["turns"])] if step == TURN else prompts
+        requests = llm.generate(asked, sampling, use_tqdm=False, lora_request=adapter)
         then.append([list(request.outputs[0].token_ids) for request in requests])
         then_logprobs.append([chosen(request.outputs[0]) for request in requests])
         cached = sum(request.num_cached_tokens or 0 for request in requests)
@@ -104,6 +108,11 @@ def chosen(output) -> list[float]:
     return [step[token].logprob for step, token in zip(output.logprobs or (), output.token_ids)]
 
 
+def continued(request, turn: list[int]) -> dict:
+    """Return a prompt that has a request's prompt, its answer, and what follows in another turn."""
+    return {"prompt_token_ids": [*request.prompt_token_ids, *request.outputs[0].token_ids, *turn]}
+
+
 def is_folder(step: str | list) -> bool:
     return isinstance(step, str) and os.path.isabs(step)
 
@@ -111,8 +120,8 @@ def is_folder(step: str | list) -> bool:
 def prepare(llm, step: str | list) -> str | None:
     """Do what a step asks for before it generates, and return vLLM's error.
 
-    "again" does nothing, "reload" loads the weights that were loaded last, and a list is an `update`. "sleep 1" and
-    "sleep 2" put the engine to sleep and wake it; level 2 drops the weights, which are loaded again.
+    "again" does nothing, nor `TURN`, after which prompts go on by `job["turns"]`; "reload" loads the weights that were loaded last, and a
+    list is an `update`. "sleep 1" and "sleep 2" put the engine to sleep and wake it; level 2 drops the weights, which are loaded again.
     """
     if isinstance(step, list):
         return update(llm, *step)

@@ -1,4 +1,4 @@
-"""Llama and DeepSeek V3 in plain PyTorch, read from a checkpoint: the expected answers of a tiny model, without vLLM.
+"""Llama, DeepSeek V3 and Qwen3-Next in plain PyTorch, read from a checkpoint: the expected answers of a tiny model, without vLLM.
 
 Written from the papers and the checkpoints' formats. It shares no code with the ops or with vLLM. Values are rounded to
 the model's dtype between modules; inside a module they are fp32.
@@ -9,6 +9,7 @@ import pathlib
 
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import normalize, silu, softplus
 
 LIMIT = 448.0
 BLOCK = 128
@@ -163,3 +164,85 @@ class Model:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         out = torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ value
         return out.transpose(0, 1).to(self.dtype)
+
+
+class Next(Model):
+    """Qwen3-Next: layers of Gated DeltaNet, attention whose output has a gate, and experts beside a shared one with a gate."""
+
+    def logits(self, tokens: list[int], prompt_length: int) -> torch.Tensor:
+        hidden = self.weights["model.embed_tokens.weight"][torch.tensor(tokens)]
+        residual = torch.zeros_like(hidden)
+        for layer, kind in enumerate(self.config["layer_types"]):
+            prefix = f"model.layers.{layer}"
+            normed, residual = self.norm(f"{prefix}.input_layernorm", hidden, residual)
+            mixes = {
+                "linear_attention": ("linear_attn", self.delta_net),
+                "full_attention": ("self_attn", self.attention),
+            }
+            name, mix = mixes[kind]
+            hidden = mix(f"{prefix}.{name}", normed, prompt_length)
+            normed, residual = self.norm(f"{prefix}.post_attention_layernorm", hidden, residual)
+            hidden = self.experts(f"{prefix}.mlp", normed)
+        normed, _ = self.norm("model.norm", hidden, residual)
+        return normed.float() @ self.weights["lm_head.weight"].float().t()
+
+    def norm(self, name: str, x: torch.Tensor, residual: torch.Tensor | None = None):
+        total = (x.float() + (0.0 if residual is None else residual.float())).to(self.dtype)
+        inverse = torch.rsqrt(total.float().square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        normed = (total.float() * inverse * (1 + self.weights[f"{name}.weight"].float())).to(self.dtype)
+        return normed if residual is None else (normed, total)
+
+    def attention(self, name: str, x: torch.Tensor, prompt_length: int) -> torch.Tensor:
+        size, repeat = self.config["head_dim"], self.config["num_attention_heads"] // self.config["num_key_value_heads"]
+        query, key, value = (self.linear(f"{name}.{part}_proj", x) for part in "qkv")
+        query, gate = query.unflatten(-1, (-1, 2 * size)).split(size, -1)
+        key = key.unflatten(-1, (-1, size))
+        query, key = (self.turned(self.norm(f"{name}.{of}_norm", part)) for of, part in (("q", query), ("k", key)))
+        key, value = (part.repeat_interleave(repeat, 1) for part in (key, value.unflatten(-1, (-1, size))))
+        return self.linear(f"{name}.o_proj", (self.attend(query, key, value) * gate.float().sigmoid()).flatten(-2))
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, heads, width] with the rotary embedding of a part of each head."""
+        rotary = int(x.shape[-1] * self.config["partial_rotary_factor"])
+        first, second, rest = x.split([rotary // 2, rotary // 2, x.shape[-1] - rotary], -1)
+        return torch.cat([self.rotated(x, first, second, interleaved=False), rest], -1)
+
+    def delta_net(self, name: str, x: torch.Tensor, prompt_length: int) -> torch.Tensor:
+        config, size = self.config, self.config["linear_key_head_dim"]
+        groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        each = heads // groups
+        rows = self.linear(f"{name}.in_proj_qkvz", x).unflatten(1, (groups, -1))
+        q, k, v, z = rows.split([size, size, each * size, each * size], 2)
+        ba = self.linear(f"{name}.in_proj_ba", x).unflatten(1, (groups, -1)).float()
+        b, alpha = (part.flatten(1) for part in ba.chunk(2, 2))
+        kernel = self.weights[f"{name}.conv1d.weight"].squeeze(1).float()
+        past = kernel.shape[1] - 1
+        mixed = torch.cat([part.flatten(1) for part in (q, k, v)], 1).float()
+        window = torch.cat([mixed.new_zeros(past, mixed.shape[1]), mixed])
+        mixed = silu(sum(window[t : t + len(x)] * kernel[:, t] for t in range(past + 1))).to(self.dtype).float()
+        q, k, v = mixed.split([groups * size, groups * size, heads * size], 1)
+        q, k = (normalize(part.unflatten(1, (groups, size)), dim=2).repeat_interleave(each, 1) for part in (q, k))
+        v, q = v.unflatten(1, (heads, size)), q * size**-0.5
+        rate, bias = self.weights[f"{name}.A_log"].float().exp(), self.weights[f"{name}.dt_bias"].float()
+        beta, decay = b.sigmoid(), torch.exp(-rate * softplus(alpha + bias))
+        state, made = torch.zeros(heads, size, size), []
+        for token in range(len(x)):
+            state = state * decay[token, :, None, None]
+            delta = (v[token] - torch.einsum("hvk,hk->hv", state, k[token])) * beta[token, :, None]
+            state = state + delta[:, :, None] * k[token, :, None]
+            made.append(torch.einsum("hvk,hk->hv", state, q[token]))
+        out = torch.stack(made).to(self.dtype).float()
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + config["rms_norm_eps"])
+        out = out * self.weights[f"{name}.norm.weight"].float() * silu(z.reshape(out.shape).float())
+        return self.linear(f"{name}.out_proj", out.flatten(1).to(self.dtype))
+
+    def experts(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        scores = self.linear(f"{name}.gate", x).float().softmax(-1)
+        share, chosen = scores.topk(self.config["num_experts_per_tok"], -1)
+        share = share / share.sum(-1, keepdim=True)
+        total = torch.zeros(x.shape)
+        for expert in chosen.unique().tolist():
+            row, slot = (chosen == expert).nonzero(as_tuple=True)
+            total[row] += share[row, slot, None] * self.mlp(f"{name}.experts.{expert}", x[row]).float()
+        gate = self.linear(f"{name}.shared_expert_gate", x).float().sigmoid()
+        return (total + gate * self.mlp(f"{name}.shared_expert", x).float()).to(self.dtype)

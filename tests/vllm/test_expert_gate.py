@@ -17,6 +17,7 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import coverage, worker_startup
 from vllm_rocm_ops.vllm.graph import compiled_ops, fused_quant, model_queries
+from vllm_rocm_ops.vllm.linear import mxfp8_linear
 from vllm_rocm_ops.vllm.moe import expert_support, shared_expert_gate
 from vllm_rocm_ops.vllm.selection import kernel_timing
 from vllm_rocm_ops.vllm.selection.key import EAGER
@@ -122,6 +123,22 @@ def test_the_projection_gets_the_product_quantized(key, name):
     assert isinstance(got[1], torch.Tensor) and got[1].dtype == x.dtype
 
 
+def test_an_mxfp8_projection_gets_values_and_exponents():
+    """They are the input of the plugin's kernel, and of vLLM's, which then quantizes none."""
+    layer, x = adopted(), tokens()
+    got, down = [], torch.nn.Module()
+    down.vllm_rocm_ops_quantize, down.vllm_rocm_ops_is_mx = mxfp8_linear.quantize, True
+    down.forward = lambda given: (got.append(given) or torch.zeros(ROWS, HIDDEN), None)
+    layer._modules["down_proj"] = down
+    layer(x)
+    [given] = got
+    gate, up = layer.gate_up_proj(x)[0].float().chunk(2, 1)
+    wanted = torch.nn.functional.silu(gate) * up * torch.sigmoid(layer.expert_gate(x)[0].float())
+    assert f"{OP}_mxfp8_quant" in called() and isinstance(given, mxfp8_linear.Rows)
+    assert (given.shape, given.dtype, given.numel()) == (wanted.shape, x.dtype, wanted.numel())
+    torch.testing.assert_close(compiled_ops.dequantized(given.values, given.scale), wanted, atol=0.02, rtol=0.07)
+
+
 def test_other_tokens_and_compiled_graphs_have_vllms_gate():
     layer = adopted()
     strided = torch.randn(HIDDEN, ROWS, generator=torch.Generator().manual_seed(1)).bfloat16().t()
@@ -187,17 +204,20 @@ def test_settings_that_keep_the_gate_vllms(monkeypatch, how):
     fused_quant.runnable_gates.cache_clear()
 
 
-@pytest.mark.parametrize("key", [None, *QUANTIZED])
+@pytest.mark.parametrize("key", [None, *QUANTIZED, "MX"])
 def test_it_is_measured_beside_vllms_launches(monkeypatch, key):
     """The emulated kernel is as close to the exact product as vLLM's launches. A wrong gate is found."""
     layer = mlp()
     layer.down_proj.vllm_rocm_ops_quantize = None
-    if key:
+    if key == "MX":
+        layer.down_proj.vllm_rocm_ops_quantize, layer.down_proj.vllm_rocm_ops_is_mx = mxfp8_linear.quantize, True
+        layer.down_proj.vllm_rocm_ops_column_major_scales = False
+    elif key:
         layer._modules["down_proj"] = Linear(key, INNER)
     else:
         del layer.down_proj.vllm_rocm_ops_quantize
     [one] = found(layer)
-    name = QUANTIZED.get(key, OP)
+    name = (QUANTIZED | {None: OP, "MX": f"{OP}_mxfp8_quant"})[key]
     assert str(one.key) == f"{name} 128 bfloat16 gate of 256 {EAGER}" and one.runs_unmeasured()
     if key != "kFp8StaticTensorSym":  # whose scale does not fit random numbers
         require_near(one)

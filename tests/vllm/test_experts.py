@@ -993,7 +993,7 @@ def test_aiters_weights_are_read_as_they_are(baseline, kind, fault, monkeypatch)
 
 @pytest.mark.parametrize("kind", ["block", "channel"])
 def test_shared_experts_that_aiter_fuses(baseline, kind, monkeypatch):
-    """They are the last experts, of all tokens. With expert parallelism the layer stays AITER's."""
+    """They are the last experts, of all tokens, by the sigmoid of a gate in Qwen3-Next. With expert parallelism the layer stays AITER's."""
     supports(monkeypatch, baseline)
     ask_for_aiter(monkeypatch)
     monkeypatch.setattr(rocm_aiter_ops, "is_fusion_moe_shared_experts_enabled", lambda: True)
@@ -1010,7 +1010,7 @@ def test_shared_experts_that_aiter_fuses(baseline, kind, monkeypatch):
     layer.w1, layer.w2 = shuffled(layer.w1), shuffled(layer.w2)
     weights, ids = routed(TOPK - 1)
     ids = torch.cat([ids.clamp(max=routed_experts - 1), torch.full((TOKENS, 1), routed_experts, dtype=ids.dtype)], 1)
-    weights, hidden = torch.cat([weights, torch.ones(TOKENS, 1)], 1), inputs()
+    weights, hidden = torch.cat([weights, torch.linspace(-2, 2, TOKENS).sigmoid()[:, None]], 1), inputs()
 
     def serve() -> int:
         baseline.calls.clear()

@@ -1,13 +1,16 @@
 """Test the launch of Gated DeltaNet in vLLM's engine, for Qwen3-Next and Qwen3.5: tokens, the steps that it serves, and its selection."""
 
 import functools
+import json
 
 import checkpoints
 import delta_net
+import engine
+import plain
 import pytest
 import test_selection
 import torch
-from engines import LOADED, STEPS, prompts_of
+from engines import LOADED, STEPS, prompts, prompts_of
 from fakes import Fake, change, check_and_time, parameter, require_near, spoil
 from marks import FULL, full
 from test_drafts import NGRAM, PLAIN_NUMBA, WITHOUT_DRAFTS
@@ -29,7 +32,7 @@ from vllm_rocm_ops.vllm.selection.replays import copies
 OP = ops.gated_delta_net_decode
 LAYERS = checkpoints.DELTA["layer_types"].count("linear_attention")
 ON_GPU = torch.cuda.is_available()
-LONG = 400  # tokens of prompts that fill a page, of 384
+LONG = 400  # tokens of prompts that fill a page
 CACHED = {
     "enable_prefix_caching": True,
     "mamba_cache_mode": "align",
@@ -198,6 +201,22 @@ def test_unsupported_layers_are_not_served(made, what):
     assert what in why
 
 
+def test_projections_as_lora_has_them_in_qwen3_5_are_not_served(made):
+    """vLLM then makes in_proj_qkv and in_proj_z in place of in_proj_qkvz."""
+    layer = made(interleaved=False).layer
+    del layer.in_proj_qkvz
+    layer.in_proj_qkv, layer.in_proj_z = torch.nn.Identity(), torch.nn.Identity()
+    assert [*gated_delta_net.unsupported_features(layer)] == ["qkv and z from two projections"]
+
+
+@pytest.mark.parametrize("kind", ["static", "groups"])
+def test_an_out_proj_of_loras_gets_16_bits(made, kind):
+    layer = made(kind=kind).layer
+    assert layers.Core(layer).kind == kind
+    layer.out_proj = Adapted(projection(256))
+    assert layers.Core(layer).kind == ""
+
+
 def test_batch_invariance_is_not_served(made, monkeypatch):
     from vllm import envs
 
@@ -341,12 +360,18 @@ MODELS = {
     "next": ("qwen3_next", "mixed"),
     "cached": ("qwen3_next", "mixed"),
     "drafts": ("qwen3_next", "mixed"),
+    "cached drafts": ("qwen3_next", "mixed"),
     "dense": ("qwen3_5_text", "block"),
     "static": ("qwen3_5_text", "static"),
     "experts": ("qwen3_5_moe_text", "mixed"),
 }
 LONG_SEEDS, DRAFTED_SEEDS = (41, 56, 72), (154, 173, 238)
 """Seeds of prompts that fill a page, and of prompts for more steps, found as engines.py tells."""
+PAGE = 256
+KEPT = {**CACHED, "prefix_cache_retention_interval": PAGE}
+"""Options with which pages of answers are kept, too."""
+TURNS = (427, 253, 29), (502, 249, 54), (135, 251, 52)
+"""Seeds and lengths of prompts with whose answers a page ends, and how many tokens of a prompt follow its answer. Found in the same way."""
 PLUGIN_ONLY = "dense", "static"
 """Models whose linear layers vLLM's CPU build lacks."""
 RUN = [name for name in MODELS if FULL or name != "static"]
@@ -366,14 +391,21 @@ def jobs(engines, names, switch: str) -> dict[str, dict]:
         compiled = name == "next" and switch == "1"
         job = engines.job(MODELS[name], compiled=compiled, environment=environment)
         if name == "cached":
-            job["prompts"] = long_prompts(LONG_SEEDS)
+            job["prompts"] = [of_words(seed, LONG) for seed in LONG_SEEDS]
             job["engine"] |= CACHED
             job["then"] = (
                 ["again", "reload"] if switch == "1" else ["again"]
             )  # after it vLLM's CPU build says something else
+        elif name == "cached drafts":
+            job["prompts"] = [of_words(seed, 1 + length)[1:] for seed, length, _ in TURNS]
+            job["turns"] = [prompt[:repeated] for prompt, (_, _, repeated) in zip(job["prompts"], TURNS)]
+            job["engine"] |= KEPT
+            job["then"] = ["again", engine.TURN] if switch == "1" else [engine.TURN]
+            if switch == "1":
+                job["engine"]["speculative_config"] = {**NGRAM, "num_speculative_tokens": 3}
         elif name == "drafts" and switch == "1":  # vLLM's CPU build says something else with drafts
             job["engine"]["speculative_config"] = {**NGRAM, "num_speculative_tokens": 3}
-            job["engine"]["enable_prefix_caching"] = False  # its copies of drafts' states are a kernel of Triton's
+            job["engine"]["enable_prefix_caching"] = False
         elif name == "next":
             job["max_tokens"] = [STEPS, STEPS - 2, STEPS]
         if name == "drafts":
@@ -383,17 +415,26 @@ def jobs(engines, names, switch: str) -> dict[str, dict]:
     return result
 
 
-def long_prompts(seeds: tuple[int, ...]) -> list[list[int]]:
-    """Return a prompt of `LONG` tokens for each seed."""
-    words = checkpoints.LLAMA["vocab_size"]
-    return [torch.randint(3, words, (LONG,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in seeds]
+def of_words(seed: int, length: int) -> list[int]:
+    """Return a prompt for a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, checkpoints.LLAMA["vocab_size"], (length,), generator=generator).tolist()
 
 
 @pytest.fixture(scope="module")
-def plugin(engines) -> dict[str, dict]:
+def plugin(engines, alone) -> dict[str, dict]:
     """Return the answers with the launch, and without it where vLLM alone has none."""
-    without = jobs(engines, [name for name in RUN if name in PLUGIN_ONLY], "0")
-    return engines.run(jobs(engines, RUN, "1") | without, f"{BEFORE}delta_net.install()", "cache-delta-net")
+    asked = jobs(engines, RUN, "1") | jobs(engines, [name for name in RUN if name in PLUGIN_ONLY], "0")
+    turned = asked["cached drafts 1"]
+    turned["environment"][delta_net.KNOWN] = json.dumps(texts(turned, alone["cached drafts 0"]))
+    before = f"{BEFORE}delta_net.draft_known({PAGE})\ndelta_net.install()"
+    return engines.run(asked, before, "cache-delta-net")
+
+
+def texts(job: dict, answer: dict) -> list[list[int]]:
+    """Return prompts and answers of both turns."""
+    first = [prompt + tokens for prompt, tokens in zip(job["prompts"], answer["tokens"])]
+    return first + [text + turn + tokens for text, turn, tokens in zip(first, job["turns"], *answer["then"])]
 
 
 @pytest.fixture(scope="module")
@@ -416,11 +457,24 @@ def test_tokens_are_vllms(request, plugin, name):
     if name == "drafts":
         assert found["accepted"] > 0 and "8" in found["rows"][OP.name]
         return
+    if name == "cached drafts":  # pages end among accepted drafts, and another turn begins with their states
+        assert found["accepted"] > 0 and min(found["cached"], wanted["cached"]) >= 2 * PAGE
+        assert found["then"] == [found["tokens"], *wanted["then"]]
+        return
     if name == "cached":  # prompts come one after another, beside decodes
-        assert min(found["cached"], wanted["cached"]) >= 384 and wanted["then"] == [wanted["tokens"]]
+        assert min(found["cached"], wanted["cached"]) >= len(LONG_SEEDS) * PAGE and wanted["then"] == [wanted["tokens"]]
         assert found["then"] == [found["tokens"]] * 2 and 0 < calls < LAYERS * (STEPS + 2)
         return
     assert calls == LAYERS * (STEPS - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="replaces what only vLLM's CPU build has")
+def test_tokens_are_those_of_a_plain_model(engines, plugin):
+    """The model knows nothing of vLLM."""
+    found, model = plugin["next 1"], plain.Next(engines.checkpoint(MODELS["next"]))
+    for prompt, tokens in zip(prompts(MODELS["next"]), found["tokens"], strict=True):
+        assert model.logits([*prompt, *tokens[:-1]], len(prompt))[len(prompt) - 1 :].argmax(1).tolist() == tokens
 
 
 @full

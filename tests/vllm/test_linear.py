@@ -927,6 +927,8 @@ def test_vllms_mx_kernel_takes_what_is_quantized(make, shared, monkeypatch):
     x, bias = random(MANY, K).bfloat16(), random(N).bfloat16()
     wanted = theirs(kernel.baseline, layer, x, bias)
     assert torch.equal(kernel.apply_weights(layer, x, bias), wanted)
+    given = mxfp8_linear.Rows(*torch.ops.vllm.mxfp8_quantize(x, False, 0), x.dtype)
+    assert torch.equal(kernel.apply_weights(layer, given, bias), wanted)
     rows = mxfp8_linear.Rows(*torch.ops.vllm.mxfp8_quantize(x / 2, False, 0), x.dtype)
     torch.testing.assert_close(theirs(kernel.baseline, layer, rows) * 2 + bias, wanted, atol=0.3, rtol=0.02)
 

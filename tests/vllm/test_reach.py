@@ -45,7 +45,9 @@ def experts(kernel: str | None) -> torch.nn.Module:
 def worker(layers: list[torch.nn.Module], impls=()) -> Fake:
     """Return a worker that has loaded a model of these layers."""
     held = {str(place): Fake(impl=impl) for place, impl in enumerate(impls)}
-    return fake_worker(torch.nn.ModuleList(layers), compilation_config=Fake(static_forward_context=held))
+    return fake_worker(
+        torch.nn.ModuleList(layers), compilation_config=Fake(static_forward_context=held), speculative_config=None
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +69,19 @@ def test_layers_are_counted_by_kind_and_class():
         "norms": (0, {"OtherRMSNorm": 1}),
         "layers of attention": (1, {"RocmOpsOther, ALiBi is not supported": 1, "FlashImpl": 1}),
     }
+
+
+def test_attention_with_drafts_is_counted_once_more():
+    """A line says where vLLM's backend makes their requests prefills, as TRITON_MLA up to 0.30."""
+    mine, early = type("RocmOpsImpl", (), {}), type("RocmOpsTritonMLAImpl", (), {})
+    mine.rocm_ops = Fake(unsupported_reason="", drafts_refusal="")
+    early.rocm_ops = Fake(unsupported_reason="", drafts_refusal="requests with drafts are prefills")
+    one = worker([], [mine(), early(), early()])
+    kind = "layers of attention with drafts"
+    assert kind not in coverage.reached(one)
+    one.vllm_config.speculative_config = Fake(num_speculative_tokens=3)
+    found = coverage.reached(one)[kind]
+    assert (found.taken, found.missed) == (1, {"RocmOpsTritonMLAImpl, requests with drafts are prefills": 2})
 
 
 def test_layers_of_seams_that_are_off_are_not_counted(monkeypatch):

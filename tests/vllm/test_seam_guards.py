@@ -129,6 +129,9 @@ def test_with_drafts_single_rows_are_measured_too(configuration):
         decoder.config.speculative_config, decoder.choices = Fake(num_speculative_tokens=drafts), {}
         attention_timing.choose(decoder, Fake(_k_scale=torch.ones(1)), Fake(reorder_batch_threshold=most), 16)
         assert decoder.choices.keys() == wanted
+        why = attention_timing.drafts_refusal(decoder, Fake(reorder_batch_threshold=most))
+        assert bool(why) == (wanted == {1} and drafts > 0)
+        assert ("prefills: 4 rows, of which it takes 1 for a decode" in why) == (most == 1)
 
 
 def test_tokens_of_another_type_than_the_weight_are_torchs():

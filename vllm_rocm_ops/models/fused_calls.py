@@ -46,6 +46,7 @@ EXPERT_GATES = {
         static=model_arguments.static_expert_gate,
         token=model_arguments.dynamic_expert_gate,
         block=model_arguments.dynamic_expert_gate,
+        mx=model_arguments.expert_gate,
     ).items()
 }
 """A shared expert's activation with its gate, in place of the activation alone."""

@@ -21,6 +21,7 @@ from vllm_rocm_ops.ops.shared import gated, rowwise
 
 __all__ = [
     "silu_and_mul_with_expert_gate",
+    "silu_and_mul_with_expert_gate_mxfp8_quant",
     "silu_and_mul_with_expert_gate_per_block_quant",
     "silu_and_mul_with_expert_gate_per_token_quant",
     "silu_and_mul_with_expert_gate_quant",
@@ -159,3 +160,18 @@ def silu_and_mul_with_expert_gate_per_block_quant(
     """
     y = _product(input, tokens, expert_gate)
     return gated.per_block(y, input, quant_dtype, group_size, is_scale_transposed, scale_ub)
+
+
+@_op
+def silu_and_mul_with_expert_gate_mxfp8_quant(
+    input: Tensor, tokens: Tensor, expert_gate: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute `silu_and_mul_with_expert_gate` in float32, then quantize to MX-FP8 with one e8m0 scale per 32 columns.
+
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16, hidden a multiple of 32: gate, then up; rows may be strided.
+
+    Source:
+        vLLM's Qwen2MoeMLP and `mxfp8_quantize`, in one launch.
+    """
+    return rowwise.mx(_product(input, tokens, expert_gate))

@@ -20,6 +20,7 @@ from vllm_rocm_ops.core.quantization import MX_BLOCK
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import gated_delta_net_layer as delta_net
 from vllm_rocm_ops.vllm.attention import rope_pre_attention
+from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, model_queries
 from vllm_rocm_ops.vllm.linear import mx_weights
 from vllm_rocm_ops.vllm.moe import expert_support
@@ -39,6 +40,7 @@ SEAMS = {
     "linear layers": tuple(name for name in seam.in_folder("linear") if covered_by(name)),
     "layers of experts": seam.in_folder("moe"),
     "layers of attention": ("decode_attention", "mla_attention"),
+    "layers of attention with drafts": ("decode_attention", "mla_attention"),
     "layers of Gated DeltaNet": ("gated_delta_net",),
 }
 """Layer kinds, and the seams that cover each."""
@@ -101,16 +103,16 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
 
 
 def attention(config) -> Iterator[tuple[str, bool, str]]:
-    """Yield kind, whether it is covered, and class of each attention layer of `static_forward_context`."""
+    """Yield kind, whether it is covered, and class of each attention layer of `static_forward_context`; with drafts once more for these."""
     for layer in config.compilation_config.static_forward_context.values():
         if impl := getattr(layer, "impl", None):
             what, plugin = type(impl).__name__, getattr(impl, "rocm_ops", None)
-            taken = plugin is not None and not plugin.unsupported_reason
-            yield (
-                "layers of attention",
-                taken,
-                f"{what}, {plugin.unsupported_reason}" if plugin and plugin.unsupported_reason else what,
-            )
+            why = plugin.unsupported_reason if plugin else ""
+            taken = plugin is not None and not why
+            yield "layers of attention", taken, f"{what}, {why}" if why else what
+            if taken and attention_timing.rows_of(config) > 1:
+                kind, why = "layers of attention with drafts", plugin.drafts_refusal
+                yield kind, not why, f"{what}, {why}"
 
 
 def reached(worker) -> dict[str, Coverage]:

@@ -67,6 +67,8 @@ BUGS = (
     Bug("an expert gate's product not rounded before static quantization", "ops/silu_and_mul_with_expert_gate.hip",
         "return kOutput == Output::kStatic ? round_to<T>(y) : y;", "return y;",
         Cases(ops.silu_and_mul_with_expert_gate_quant, "bf16", said="output 0")),
+    Bug("a gated MX-FP8 projection's input in 16 bits", "vllm/moe/shared_expert_gate.py", "fused_quant.made_for(linear, columns",
+        "fused_quant.key_of(linear, columns", Tests("test_expert_gate.py")),
     Bug("a gate twice", "vllm/moe/shared_expert_gate.py", '"expert_gate": None}', '"expert_gate": self.expert_gate}',
         Tests("test_expert_gate.py")),
     Bug("a layer with another function of its gate taken", "vllm/graph/model_queries.py",

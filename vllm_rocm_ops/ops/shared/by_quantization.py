@@ -23,4 +23,3 @@ ACTIVATIONS, GATES, EXPERT_GATES = (
     for name in ("silu_and_mul", "sigmoid_and_mul", "silu_and_mul_with_expert_gate")
 )
 del GATES[UNQUANTIZED]  # alone it stays the compiler's
-del EXPERT_GATES[MX]

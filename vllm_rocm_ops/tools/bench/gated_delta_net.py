@@ -15,24 +15,30 @@ from vllm_rocm_ops.tools.bench.baselines import GATED_DELTA_NET, Baseline, basel
 from vllm_rocm_ops.tools.bench.shapes import Check, Shape
 
 BATCHES = 1, 8, 32, 128
-LAYERS = {  # K heads, V heads, whether rows are interleaved, the state's dtype, and the columns of tokens if they come in place of b and a
-    "qwen3-next tp1": (16, 32, True, torch.bfloat16),
-    "qwen3-next tp1 from tokens": (16, 32, True, torch.bfloat16, 2048),
-    "qwen3.5-397b tp8": (2, 8, False, torch.float32),
+NEXT = {"heads": (16, 32), "is_interleaved": True, "dtype": torch.bfloat16}
+QWEN35 = {"heads": (2, 8), "is_interleaved": False, "dtype": torch.float32}
+LAYERS = {
+    "qwen3-next tp1": NEXT,
+    "qwen3-next tp1 from tokens": {**NEXT, "columns": 2048},
+    "qwen3-next tp1 4 rows": {**NEXT, "rows": 4},
+    "qwen3.5-397b tp8": QWEN35,
+    "qwen3.5-397b tp8 4 rows": {**QWEN35, "rows": 4},
 }
+"""Layers: K and V heads, the order of rows, the state's dtype, columns of tokens in place of b and a, and a request's rows with drafts."""
 SIZE, WIDTH = 128, 4  # of K and V, and rows of the convolution
 
 
 @dataclass(frozen=True)
 class Step(Shape):
-    """Define one decode step, with a row per request."""
+    """Define one decode step."""
 
     draws_on_device = True
 
     def bytes_moved(self, sets: list[tuple]) -> float:
         """Return the bytes of the states that requests have, read and written, and of rows."""
         a = self.op.Arguments(*sets[0])
-        return len(a.indices) * 2 * (a.state[0].nbytes + a.conv_state[0].nbytes) + a.qkvz.nbytes + a.out.nbytes
+        states = (len(a.indices) + a.indices.numel()) * a.state[0].nbytes + 2 * len(a.indices) * a.conv_state[0].nbytes
+        return states + a.qkvz.nbytes + a.out.nbytes
 
     def baselines(self, sets: list[tuple]) -> Mapping[str, Baseline]:
         return baselines(self.op, GATED_DELTA_NET)
@@ -51,24 +57,38 @@ class Step(Shape):
         return fields
 
 
-def _make(layer: tuple, batch: int, device, generator, fp8_dtype) -> tuple:
-    """Create the op's arguments."""
-    key_heads, heads, is_interleaved, dtype, *columns = layer
-    channels = (2 * key_heads + heads) * SIZE
+def make(
+    requests: int,
+    device,
+    generator,
+    fp8_dtype=None,
+    *,
+    heads: tuple[int, int],
+    is_interleaved: bool,
+    dtype: torch.dtype,
+    columns: int = 0,
+    rows: int = 1,
+) -> tuple:
+    """Create the op's arguments. With several rows, half of the last step's were accepted."""
+    key_heads, value_heads = heads
+    channels, tokens = (2 * key_heads + value_heads) * SIZE, requests * rows
 
     def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
 
-    ba, of_ba = None if columns else values(batch, 2 * heads), ()
+    ba, of_ba, drafts = None if columns else values(tokens, 2 * value_heads), (), (None, None)
     if columns:
-        of_ba = values(batch, *columns), values(2 * heads, *columns) * columns[0] ** -0.5
-    indices = torch.randperm(batch, generator=generator, device=device).to(torch.int32) + 1
+        of_ba = values(tokens, columns), values(2 * value_heads, columns) * columns**-0.5
+    indices = torch.randperm(tokens, generator=generator, device=device).to(torch.int32) + 1
+    if rows > 1:
+        accepted = torch.full((requests,), 1 + rows // 2, dtype=torch.int32, device=device)
+        drafts = accepted, torch.arange(requests + 1, dtype=torch.int32, device=device) * rows
     return (
-        *(values(batch, channels + heads * SIZE), ba, is_interleaved),
-        *(values(batch + 1, WIDTH - 1, channels).transpose(1, 2), values(channels, WIDTH)),
-        values(batch + 1, heads, SIZE, SIZE, dtype=dtype),
-        *(values(heads, dtype=torch.float32), values(heads), values(SIZE), 1e-6),
-        *(indices[:, None], values(batch, heads * SIZE), None, None, None, None, *of_ba),
+        *(values(tokens, channels + value_heads * SIZE), ba, is_interleaved),
+        *(values(tokens + 1, WIDTH + rows - 2, channels).transpose(1, 2), values(channels, WIDTH)),
+        values(tokens + 1, value_heads, SIZE, SIZE, dtype=dtype),
+        *(values(value_heads, dtype=torch.float32), values(value_heads), values(SIZE), 1e-6),
+        *(indices.view(requests, rows), values(tokens, value_heads * SIZE), *drafts, None, None, *of_ba),
     )
 
 
@@ -76,5 +96,5 @@ def gated_delta_net(tokens: Iterable[int] = BATCHES) -> Iterator[Step]:
     """Yield the layers for each batch size."""
     for name, layer in LAYERS.items():
         for batch in tokens:
-            case = Case(f"{name} {batch}", functools.partial(_make, layer, batch))
-            yield Step(gated_delta_net_decode, case, {"requests": batch, "heads": layer[1]})
+            case = Case(f"{name} {batch}", functools.partial(make, batch, **layer))
+            yield Step(gated_delta_net_decode, case, {"requests": batch, "heads": layer["heads"][1]})

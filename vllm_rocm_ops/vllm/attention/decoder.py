@@ -51,6 +51,8 @@ class Decoder:
     """Serve one layer's calls by an op. `unsupported_reason` says why no call can be served, empty if calls may be."""
 
     op: Op
+    drafts_refusal = ""
+    """The reason for which vLLM's own code runs requests with drafts. It is empty if there are none, or the op may serve them."""
     baseline_alone: bool | None = None
     """The answer of `baseline_always_serves`, once final."""
     quantized_contexts: tuple[type[attention_timing.Context], ...] = ()

@@ -39,6 +39,7 @@ class NotingBuilder:
                 decoder = getattr(getattr(layers.get(name), "impl", None), "rocm_ops", None)
                 if decoder is not None:
                     decoder.adopt(layers[name])
+                    decoder.drafts_refusal = drafts_refusal(decoder, self)
                 if decoder is not None and is_measured(decoder):
                     choose(decoder, layers[name], self, kv_cache_spec.block_size)
         except Exception as error:  # noqa: BLE001  without timing vLLM's backend serves
@@ -63,13 +64,32 @@ def is_measured(decoder) -> bool:
     return may_serve and not decoder.is_forced and envs.VLLM_ROCM_OPS_MEASURE != "0"
 
 
+def rows_of(config) -> int:
+    """Return the rows of a request with drafts, 1 without any."""
+    return 1 + (getattr(config.speculative_config, "num_speculative_tokens", None) or 0)
+
+
+def most_rows(builder) -> float:
+    """Return the most rows of a request that vLLM takes for a decode. One with more is a prefill."""
+    return getattr(builder, "reorder_batch_threshold", None) or math.inf
+
+
+def drafts_refusal(decoder, builder) -> str:
+    """Return why vLLM's own code runs requests with drafts, empty if there are none or the plugin may serve them."""
+    rows = rows_of(decoder.config)
+    if rows == 1:
+        return ""
+    if rows > most_rows(builder):
+        return f"requests with drafts are prefills: {rows} rows, of which it takes {most_rows(builder)} for a decode"
+    return "" if decoder.supports_rows(rows) else f"{rows} rows of requests with drafts are not supported"
+
+
 def choose(decoder, layer: torch.nn.Module, builder, page_size: int) -> None:
     """Make or find the choices of a layer: for single rows, and for 1 + drafts where vLLM takes these for decode rows."""
     config = decoder.config
     longest, dtype = config.model_config.max_model_len, config.model_config.dtype
-    drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
-    most = getattr(builder, "reorder_batch_threshold", None) or math.inf  # rows; a request with more is a prefill
-    for query_len in {rows for rows in (1, 1 + drafts) if rows <= most and decoder.supports_rows(rows)}:
+    most = most_rows(builder)
+    for query_len in {rows for rows in (1, rows_of(config)) if rows <= most and decoder.supports_rows(rows)}:
         choices = []
         for keys in [keys for keys in LENGTHS if keys <= longest] or [longest]:
             described = layer._k_scale, dtype, Layer(decoder, layer, builder)

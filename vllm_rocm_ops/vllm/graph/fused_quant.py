@@ -24,6 +24,7 @@ from vllm_rocm_ops.core.quantization import BLOCKS, STATIC, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.ops.shared import by_quantization
 from vllm_rocm_ops.vllm import compat
 from vllm_rocm_ops.vllm.linear import base as linear_base
+from vllm_rocm_ops.vllm.linear import mxfp8_linear
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.key import ONE_PLUS, Pattern
 
@@ -123,7 +124,7 @@ def key_of(linear: torch.nn.Module | None, columns: int, keys: tuple[QuantKey | 
 
 
 def made_for(linear: torch.nn.Module, columns: int, keys: tuple[QuantKey | None, ...]) -> QuantKey | None:
-    """Return the key of a linear's input in a compiled graph, as `key_of`. Only there MX-FP8 counts."""
+    """Return the key of a linear's input, as `key_of`, or the one of MX-FP8: in a compiled graph, and of a shared expert with a gate."""
     is_mx = getattr(linear, "vllm_rocm_ops_is_mx", False) and MX in keys
     return MX if is_mx else key_of(linear, columns, keys)
 
@@ -139,6 +140,8 @@ def silu_and_mul(linear: torch.nn.Module, key: QuantKey | None, x: torch.Tensor,
     if key == kFp8StaticTensorSym:
         scale = linear.input_scale
         data = op.call(x, *gate, scale, QUANT_DTYPE)
+    elif key == MX:
+        return mxfp8_linear.Rows(*op.call(x, *gate), x.dtype)
     elif key == kFp8DynamicTokenSym:
         upper_bound = getattr(linear, "input_scale_ub", None)
         data, scale = op.call(x, *gate, QUANT_DTYPE, upper_bound)

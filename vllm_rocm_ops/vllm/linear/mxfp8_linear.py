@@ -5,7 +5,7 @@ other calls (base.py). A prepared weight may have one row of scales per 32 rows,
 multiplies bf16 inputs (mx_weights.py).
 
 vLLM's op quantizes the input before either, where a compiled graph shows it to rewrite.py. vLLM's kernel quantizes
-inside. Given `Rows`, it skips that.
+inside. Given `Rows`, it skips that. The activation of a shared expert with a gate, which is in no graph, hands `Rows` to the layer.
 """
 
 import functools
@@ -41,6 +41,9 @@ class Rows:
     def reshape(self, *shape: int) -> "Rows":
         """Return self: the rows are two-dimensional already."""
         return self
+
+    def numel(self) -> int:
+        return self.values.numel()
 
 
 def accepting_rows(quantize: Callable) -> Callable:
@@ -192,7 +195,7 @@ def install() -> None:
             if not serves or linear_base.baseline_serves(self, x):
                 return self.baseline.apply_weights(layer, x, bias)
             weight, weight_scale = layer.weight, layer.weight_scale
-            a, scale_a = quantize(x.reshape(-1, x.shape[-1]))
+            a, scale_a = (x.values, x.scale) if isinstance(x, Rows) else quantize(x.reshape(-1, x.shape[-1]))
             if self.baseline is None:
                 output = torch.ops.vllm_rocm_ops.mxfp8_scaled_mm(a, weight, scale_a, weight_scale, x.dtype, bias)
             else:

@@ -65,7 +65,7 @@ def key_of(linear: torch.nn.Module, columns: int):
     from vllm_rocm_ops.vllm.graph import fused_quant
 
     quantizes = hasattr(linear, "vllm_rocm_ops_quantize")
-    return fused_quant.key_of(linear, columns, fused_quant.runnable_gates()) if quantizes else None
+    return fused_quant.made_for(linear, columns, fused_quant.runnable_gates()) if quantizes else None
 
 
 @functools.cache

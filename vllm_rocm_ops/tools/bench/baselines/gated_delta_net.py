@@ -1,4 +1,4 @@
-"""Prepare a decode step of Gated DeltaNet by vLLM's Triton kernels, as its layers call them without drafts."""
+"""Prepare a decode step of Gated DeltaNet by vLLM's Triton kernels, as its layers call them with drafts and without."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FLA = "vllm.third_party.flash_linear_attention.ops"
 def prepare(*arguments) -> tuple:
     """Return q, k and v, z, b and a apart, as vLLM's compiled graph leaves them, and the arguments."""
     a = gated_delta_net_decode.Arguments(*arguments)
-    if a.row_starts is not None or a.out.dtype != a.qkvz.dtype:
-        raise ValueError("one row per request, not quantized")
+    if a.out.dtype != a.qkvz.dtype:
+        raise ValueError("a result that is not quantized")
     return *(part.contiguous() for part in gated_delta_net.parts(a, a.qkvz.dtype)), a
 
 
@@ -35,12 +35,22 @@ def two_launches(a) -> None:
 
 
 def call(mixed: torch.Tensor, z: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor, a) -> torch.Tensor:
-    """Run the convolution, the recurrence into zeros and the gated norm: four launches."""
+    """Run the convolution, the recurrence and the gated norm. A fourth launch sets q, k and v of drafts apart, or else fills zeros."""
     convolve = importlib.import_module("vllm.model_executor.layers.mamba.ops.causal_conv1d").causal_conv1d_update
-    advance = importlib.import_module(f"{FLA}.fused_recurrent").fused_recurrent_gated_delta_rule_packed_decode
     norm = importlib.import_module(f"{FLA}.layernorm_guard").rmsnorm_fn
-    slots, out = a.indices[:, 0], torch.zeros_like(z)
-    rows = convolve(mixed, a.conv_state, a.conv_weight, None, "silu", conv_state_indices=slots)
+    slots, of_rows = a.indices[:, 0], {}
+    if a.row_starts is not None:
+        of_rows = {"num_accepted_tokens": a.accepted, "query_start_loc": a.row_starts}
+        of_rows["max_query_len"] = a.indices.shape[1]
+    rows = convolve(mixed, a.conv_state, a.conv_weight, None, "silu", conv_state_indices=slots, **of_rows)
+    advance = advance_drafts if of_rows else advance_rows
+    return norm(advance(rows, z, b, alpha, a).flatten(0, 1), a.norm_weight, None, z.flatten(0, 1), a.epsilon)
+
+
+def advance_rows(rows: torch.Tensor, z: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor, a) -> torch.Tensor:
+    """Advance the states by a row of each request, and return its results."""
+    advance = importlib.import_module(f"{FLA}.fused_recurrent").fused_recurrent_gated_delta_rule_packed_decode
+    out = torch.zeros_like(z)
     advance(
         mixed_qkv=rows,
         a=alpha,
@@ -50,7 +60,32 @@ def call(mixed: torch.Tensor, z: torch.Tensor, b: torch.Tensor, alpha: torch.Ten
         scale=z.shape[2] ** -0.5,
         initial_state=a.state,
         out=out.unsqueeze(1),
-        ssm_state_indices=slots,
+        ssm_state_indices=a.indices[:, 0],
         use_qk_l2norm_in_kernel=True,
     )
-    return norm(out.flatten(0, 1), a.norm_weight, None, z.flatten(0, 1), a.epsilon)
+    return out
+
+
+def advance_drafts(rows: torch.Tensor, z: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor, a) -> torch.Tensor:
+    """Advance the states by all rows of each request, and return their results."""
+    update = importlib.import_module(f"{FLA}.fused_sigmoid_gating").fused_sigmoid_gating_delta_rule_update
+    sizes = gated_delta_net.sizes_of(a)
+    heads = sizes.key_heads, sizes.key_heads, sizes.heads
+    parts = rows.split([of * size for of, size in zip(heads, (sizes.key, sizes.key, sizes.value))], 1)
+    joined = torch.cat([part.reshape(-1) for part in parts]).split([part.numel() for part in parts])
+    q, k, v = (part.view(1, len(rows), of, -1) for part, of in zip(joined, heads))
+    out, _ = update(
+        A_log=a.a_log,
+        a=alpha,
+        b=b,
+        dt_bias=a.dt_bias,
+        q=q,
+        k=k,
+        v=v,
+        initial_state=a.state,
+        cu_seqlens=a.row_starts,
+        ssm_state_indices=a.indices,
+        num_accepted_tokens=a.accepted,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return out.squeeze(0)
