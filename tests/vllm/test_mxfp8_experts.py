@@ -130,7 +130,7 @@ def test_a_wrong_result_is_found(monkeypatch):
 def test_weights_with_nan_are_vllms(monkeypatch):
     """gfx942's kernels would read 480."""
     said = []
-    monkeypatch.setattr(mxfp8_experts, "say_refused", said.append)
+    monkeypatch.setattr(mxfp8_experts, "log_unsupported", said.append)
     one = Held(monkeypatch, nan=True)
     by_reference(monkeypatch, ops.fused_experts, ops.mx_dequantize)
     one.call()
@@ -167,7 +167,7 @@ def test_layers_that_vllm_emulates_are_the_plugins(rocm):
 def test_layers_stay_vllms(options, said, rocm, monkeypatch):
     reasons = []
     for module in (mxfp8_experts, mxfp8_experts.experts):
-        monkeypatch.setattr(module, "say_refused", reasons.append)
+        monkeypatch.setattr(module, "log_unsupported", reasons.append)
     assert rocm(**options) == (BACKENDS.EMULATION, EMULATION)
     assert {reason.startswith(said) for reason in reasons} == ({True} if said else set())
 
