@@ -52,7 +52,7 @@ def judge(op, group, reduce, x: torch.Tensor, args: tuple, found: tuple, total: 
     dist.all_gather_object(every, (x.cpu(), bits), group=group)
     inputs = [each.to(x.device) for each, _ in every]
     sends_fp8 = reduce.wire(op, x, *args) == wire.FP8
-    summed = wire.summed(inputs, reduce.arch.fp8_dtype) if sends_fp8 else launches.reference(None, inputs)
+    summed = wire.fp8_sum(inputs, reduce.arch.fp8_dtype) if sends_fp8 else launches.reference(None, inputs)
     wanted = values(as_tuple(op.reference(summed, *args)))
     error = (values(found) - wanted).abs().mean() / wanted.abs().mean()
     if not error < 0.01 or not all(torch.equal(bits, other) for _, other in every):

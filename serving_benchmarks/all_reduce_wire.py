@@ -62,7 +62,7 @@ def sums(of: list[Tensor]) -> dict[str, Tensor]:
     total = sum(int4(each.half().float()).half() for each in of)
     by_way = {"bf16": sum(each.float() for each in of).bfloat16()}
     by_way |= {
-        f"fp8, {name}": wire.summed(of, arch.fp8_dtype) for name, arch in archs.ARCHS.items() if arch.vendor == "amd"
+        f"fp8, {name}": wire.fp8_sum(of, arch.fp8_dtype) for name, arch in archs.ARCHS.items() if arch.vendor == "amd"
     }
     return by_way | {"INT4": int4(total.float())}
 

@@ -4,11 +4,11 @@ from ..bug import Bug, Tests
 
 # fmt: off
 BUGS = (
-    Bug("more blocks of a row than are resident", "collectives/flagged.py", "most // parts", "most",
+    Bug("more blocks of a row than are resident", "collectives/flagged.py", "max_blocks // parts", "max_blocks",
         Tests("emulator/test_flagged.py::test_stages_and_blocks", module="all_reduce_flagged")),
     Bug("more blocks than are resident", "collectives/launches.py", " if rows * parts <= group.blocks]", "]",
         Tests("emulator/test_all_reduce.py::test_blocks_of_a_row", module="all_reduce")),
-    Bug("a norm of the updated residual", "collectives/one_shot.py",
+    Bug("a norm of the updated residual", "collectives/all_reduce.py",
         "before = None if residual is None else residual.clone()", "before = residual",
         Tests("emulator/test_all_reduce.py::test_the_given_all_reduce_serves_unsupported_calls", module="all_reduce")),
     Bug("a launch of 2^32 threads", "core/launch.py", "max(threads) >= 2**32", "max(threads) > 2**32",
@@ -69,7 +69,7 @@ BUGS = (
         "self.reduce.wire(self.op, every[0], *args) != wire.FP8", "True",
         Tests("vllm/test_reduced_norms.py::test_fp8_on_the_wire")),
     Bug("a norm with two outputs checked as one with one", "vllm/graph/all_reduce_timing.py",
-        "[y] * (2 if self.op is launches.BOTH else 1)", "[y]",
+        "[y] * (2 if self.op is launches.NORM_AND_QUANT else 1)", "[y]",
         Tests("vllm/test_reduced_norms.py::test_ranks_measure_together_and_agree")),
     Bug("a draft model without its norms", "vllm/graph/compilation.py", '("speculator", "drafter")', '("drafter",)',
         Tests("test_row_selection.py")),
