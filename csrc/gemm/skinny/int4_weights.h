@@ -25,7 +25,7 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : GroupedOperands<8 * 
   static constexpr int kWordRows = 8, kStepK = mma::kDepth / 2, kLaneK = 8;
   template <int kTiles>
   static constexpr int kSliceSteps = kGroupSteps;
-  // As many as registers hold beside the sums. With more, loaded values are moved, and the moves wait for the loads.
+  // Registers hold these beside the sums. With more, loaded values are moved, and the moves wait for the loads.
   template <int kTiles>
   static constexpr int kStages = mem::kPredicates ? 4 / kGroupSteps + 1 : 3;
   using Problem = GroupedProblem;

@@ -152,7 +152,7 @@ BUGS = (
         "max(keys // a.fixed_split_size, 1), a", Tests("test_attention_lengths.py")),
     Bug("a list's models built for another GPU", "tools/bench/lists.py", '({"arch": arch} if "arch" in parameters else {})', "{}",
         Tests("test_bench.py::test_models_are_built_for_this_machine_or_the_one_asked_for")),
-    Bug("a list of another vLLM's", "models/asking.py", 'installed() in (None, known["vllm"]) and', "",
+    Bug("a list of another vLLM's", "models/vllm_launches.py", 'installed_version() in (None, known["vllm"]) and', "",
         Tests("test_meta_model.py::test_a_list_is_read_without_vllm_and_refuses_other_steps")),
 )
 # fmt: on
