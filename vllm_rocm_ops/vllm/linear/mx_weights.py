@@ -1,11 +1,11 @@
 """Run linear layers of MX weights and bf16 inputs by `mx_gemm` where vLLM emulates them.
 
-mxfp8_linear.py and mxfp4_linear.py register them. On GPUs without MX instructions vLLM multiplies in bf16, by default
-with a bf16 copy of MXFP8 weights, which takes twice their bytes. Here weights stay packed, and the op dequantizes them
-in registers. For calls that it does not serve, `mx_dequantize` writes a bf16 copy for the one call, and vLLM's
-emulation multiplies by it (base.py). The emulation fake-quantizes the inputs of W4A4 layers; the plugin calls the same
-function before its op. Left to vLLM: layers for which it would run another kernel, fp16 inputs, MXFP8 weights with NaN,
-and layers for which the user asks for a copy at load.
+mxfp8_linear.py and mxfp4_linear.py register the kernels. On GPUs without MX instructions vLLM multiplies in bf16, by
+default with a bf16 copy of MXFP8 weights, which takes twice their bytes. Here weights stay packed, and the op
+dequantizes them in registers. For calls that it does not serve, `mx_dequantize` writes a bf16 copy for the one call,
+and vLLM's emulation multiplies by it (base.py). The emulation fake-quantizes the inputs of W4A4 layers; the plugin
+calls the same function before its op. Left to vLLM: layers for which it would run another kernel, fp16 inputs, MXFP8
+weights with NaN, and layers for which the user asks for a copy at load.
 """
 
 import functools
