@@ -79,3 +79,11 @@ def test_a_table_without_a_release_is_named(monkeypatch, table, is_in_others):
     message = f"{table.name} must have a column for vLLM {lacking}: copy build/{table.name}, which"
     with pytest.raises(ValueError, match=message):
         compatibility.recorded(table)
+
+
+def test_a_table_without_a_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(compatibility, "AMD", (*compatibility.AMD, "gfx999"))
+    message = "selection.csv must have rows for gfx999, which ARCHS of tests/vllm/selection.py names: copy build/"
+    with pytest.raises(ValueError, match=message):
+        compatibility.recorded.__wrapped__(compatibility.SELECTION)
+    assert compatibility.recorded.__wrapped__(compatibility.REACH)

@@ -71,14 +71,18 @@ def release_columns(rows: list[dict[str, str]]) -> tuple[str, ...]:
 
 @functools.cache
 def recorded(path: pathlib.Path) -> list[dict[str, str]]:
-    """Return the rows of a table of RECORDING, which has the releases of the others and the newest that a seam was tried on."""
+    """Return the rows of a table of RECORDING, which has the releases of the others, the newest that a seam was tried on, and all GPUs."""
     newest = {seam.load(name).versions[1] for name in seam.NAMES}
     wanted = newest.union(*(release_columns(read_rows(table)) for table in RECORDING))
     rows = read_rows(path)
-    missing = sorted(wanted.difference(release_columns(rows)))
-    if missing:
+    releases = sorted(wanted.difference(release_columns(rows)))
+    here = {row["arch"] for row in rows if "arch" in row}
+    gpus = [arch for arch in AMD if here and arch not in here]
+    lacks = [f"a column for vLLM {', '.join(releases)}"] if releases else []
+    lacks += [f"rows for {', '.join(gpus)}, which ARCHS of tests/vllm/selection.py names"] if gpus else []
+    if lacks:
         raise ValueError(
-            f"{path.relative_to(ROOT)} must have a column for vLLM {', '.join(missing)}: copy build/{path.name}, which "
+            f"{path.relative_to(ROOT)} must have {' and '.join(lacks)}: copy build/{path.name}, which "
             f"`{RECORDING[path]}` writes"
         )
     return rows

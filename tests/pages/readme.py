@@ -70,7 +70,7 @@ def support() -> str:
         (name, *(runs(arch, formats) for arch in compatibility.AMD))
         for name, formats in compatibility.formats.GROUPS.items()
     ]
-    rows.append(("; ".join(compatibility.formats.REFUSED), *["vLLM's kernels"] * len(compatibility.AMD)))
+    rows.append(("; ".join(compatibility.formats.REFUSED), *["vLLM's kernels, if any"] * len(compatibility.AMD)))
     caches = merged((name, *(cached(arch, *op) for arch in compatibility.AMD)) for name, op in ATTENTION.items())
     rows += [(f"{names} decode attention: KV cache", *cells) for names, *cells in caches]
     titles = []

@@ -47,7 +47,7 @@ DELTA_NETS = {
     ("qwen3_next", "mixed"): (80, 173, 212),
     ("qwen3_5_text", "block"): (26, 82, 119),
     ("qwen3_5_text", "static"): (38, 72, 119),
-    ("qwen3_5_moe_text", "mixed"): (100, 244, 279),
+    ("qwen3_5_moe_text", "mixed"): (100, 244, 366),
 }
 FOUR_BIT_EXPERTS = {
     # Experts in INT4 or MXFP4, with the seeds of "mixed": no lead was looked for.

@@ -299,13 +299,14 @@ def test_attention_backends_hold_vllms(selected, release, arch, aiter):
     assert with_plugin["fp8 dtype"] == without["fp8 dtype"]
 
 
+SINGLE_TOKENS = ("0.27", "0.28", "0.29", "0.30")
 FULL_GRAPHS = {
     "rocm_attn": {"ALWAYS": RELEASES},
     "rocm_aiter_fa": {"UNIFORM_BATCH": RELEASES},
     "triton_attn": {"ALWAYS": RELEASES},
     "mla/triton_mla": {
-        "UNIFORM_SINGLE_TOKEN_DECODE": ("0.27", "0.28", "0.29", "0.30"),
-        "UNIFORM_BATCH": ("0.31", "0.32", "0.33"),
+        "UNIFORM_SINGLE_TOKEN_DECODE": SINGLE_TOKENS,
+        "UNIFORM_BATCH": [release for release in RELEASES if release not in SINGLE_TOKENS],
     },
     "mla/rocm_aiter_mla": {"UNIFORM_BATCH": RELEASES},
 }

@@ -20,8 +20,6 @@ BUGS = (
         "__builtin_amdgcn_mfma_f32_16x16x16bf16_1k(w.hi, t.lo", Cases(ops.unquantized_gemm, "bf16-m17", said=WRONG)),
     Bug("words past the last", "gemm/skinny/int4_weights.h", "inside < lanes ? inside : lanes - 1", "inside",
         Cases(ops.w4a16_gemm, "two-words")),
-    Bug("MX-FP8 values halved", "device/amd/mx_values.h", "kE4m3Unit = 0.5f", "kE4m3Unit = 1.0f",
-        Cases(ops.mx_gemm, "fp8-m16", said=WRONG)),
     Bug("-0 of MX-FP8 as gfx942 reads it", "device/amd/mx_values.h", "(word & 0x7f7f7f7fu)", "(word)",
         Cases(ops.mx_dequantize, "fp8-long", said=WRONG)),
     Bug("the next group's MX scale", "gemm/skinny/mx_weights.h", "from = r * p.scale_b_row + step;", "from = r * p.scale_b_row + step + 4;",
