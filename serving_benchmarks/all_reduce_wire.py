@@ -1,16 +1,16 @@
-"""Print what fewer bits on the wire cost an all-reduce, and what they may save: errors beside float64, and predicted times.
+"""Print the errors of an all-reduce with fewer bits on the wire, relative to float64, and its predicted times.
 
     python serving_benchmarks/all_reduce_wire.py [--ranks 2 4 8] [--hidden 16384 7168] [--rows 32 64 128]
 
-Errors are of the sum alone, relative to its norm, by PyTorch on the CPU; the kernels' sums have these bits (tests/emulator/test_flagged.py).
-INT4 is QuickReduce's in vLLM 0.33, which rounds a block of 32 values before each of two trips and sums in fp16. Inputs are
+Errors are of the sum, relative to its norm, by PyTorch on the CPU; the kernels' sums have the same bits (tests/emulator/test_flagged.py).
+INT4 is QuickReduce's in vLLM 0.33, which quantizes blocks of 32 values in each of two stages and sums in fp16. Inputs are
 
     normal      independent normal values on each rank
     outliers    the same, 0.1 % of the columns a thousand times as large
-    opposed     ranks in pairs of nearly opposed values: the sum is a tenth of what each rank sends
+    opposed     pairs of ranks with nearly opposite values: the sum is a tenth of what each rank sends
 
 Times are by the costs of collectives/flagged.py, without a launch's fixed part. `bf16` and `fp8` are the plugin's launches, which are
-the same where one shot is allowed. `sharded` is no kernel of it: each rank norms its own rows, keeps their residual, and sends static FP8.
+the same where one shot supports the size. `sharded` is not built: each rank norms its own rows, keeps their residual, and sends static FP8.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ ROWS = 16
 def inputs(kind: str, ranks: int) -> list[Tensor]:
     """Return an input for each rank."""
     generator = torch.Generator().manual_seed(ranks)
-    made = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(ranks)]
+    values = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(ranks)]
     if kind == "outliers":
-        for each in made:
+        for each in values:
             each[:, torch.randperm(COLUMNS, generator=generator)[: COLUMNS // 1000]] *= 1000
     if kind == "opposed":
-        made[1::2] = [one / 10 - other for one, other in zip(made[1::2], made[::2])]
-    return [each.bfloat16() for each in made]
+        values[1::2] = [odd / 10 - even for odd, even in zip(values[1::2], values[::2])]
+    return [each.bfloat16() for each in values]
 
 
 def int4(x: Tensor) -> Tensor:
-    """Return fp16 values as QuickReduce's INT4 receives them: scaled by the largest of 32, with its sign, to -8."""
+    """Return fp16 values as a rank receives them with QuickReduce's INT4: of 32 values, the one of largest magnitude becomes -8."""
     blocks = x.unflatten(-1, (-1, INT4_BLOCK, 2)).transpose(-1, -2)  # a lane's pairs are of two blocks
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = (largest * -0.125).half()
@@ -57,40 +57,42 @@ def int4(x: Tensor) -> Tensor:
     return (levels * scale).half().transpose(-1, -2).flatten(-3)
 
 
-def sums(of: list[Tensor]) -> dict[str, Tensor]:
-    """Return the sum by each way to send."""
-    total = sum(int4(each.half().float()).half() for each in of)
-    by_way = {"bf16": sum(each.float() for each in of).bfloat16()}
-    by_way |= {
-        f"fp8, {name}": wire.summed(of, arch.fp8_dtype) for name, arch in archs.ARCHS.items() if arch.vendor == "amd"
+def sums(inputs: list[Tensor]) -> dict[str, Tensor]:
+    """Return the sum of the ranks' inputs with each wire format."""
+    total = sum(int4(each.half().float()).half() for each in inputs)
+    by_format = {"bf16": sum(each.float() for each in inputs).bfloat16()}
+    by_format |= {
+        f"fp8, {name}": wire.fp8_sum(inputs, arch.fp8_dtype)
+        for name, arch in archs.ARCHS.items()
+        if arch.vendor == "amd"
     }
-    return by_way | {"INT4": int4(total.float())}
+    return by_format | {"INT4": int4(total.float())}
 
 
 def errors(ranks: list[int]) -> list[tuple[str, ...]]:
-    """Return the table of errors beside float64."""
+    """Return the table of errors relative to float64."""
     rows: list[tuple[str, ...]] = []
     for number in ranks:
         for kind in INPUTS:
-            of = inputs(kind, number)
-            exact = sum(each.double() for each in of)
-            found = {name: (each.double() - exact).norm() / exact.norm() for name, each in sums(of).items()}
+            by_rank = inputs(kind, number)
+            exact = sum(each.double() for each in by_rank)
+            found = {name: (each.double() - exact).norm() / exact.norm() for name, each in sums(by_rank).items()}
             rows = rows or [("ranks", "inputs", *found)]
             rows.append((str(number), kind, *(f"{float(error):.2e}" for error in found.values())))
     return rows
 
 
 def sharded(rows: int, hidden: int, ranks: int, arch: Arch) -> float:
-    """Return the predicted us of a launch whose ranks norm their own rows: bf16 there, static FP8 back, by two flags.
+    """Return the predicted us of a launch whose ranks norm their own rows: bf16 is scattered, static FP8 gathered.
 
-    All blocks store and load; own rows' blocks also sum and norm.
+    All blocks store and load; the blocks of a rank's own rows also sum and norm.
     """
-    costs, own = arch.costs.collective, -(-rows // ranks)
-    most = min(launches.PARTS[-1], arch.compute_units // own) * own
-    of_all = hidden * (2 + 1) * rows / min(rows * launches.PARTS[-1], arch.compute_units)
-    of_own = hidden * (2 * ranks + ranks - 1) * own / most
-    wires = own * hidden * (2 + 1) / costs.peer_bytes_per_us(ranks)
-    return wires + (of_all + of_own) / costs.unit_bytes_per_us + costs.exchange_us + 2 * costs.hop_us
+    costs, own_rows = arch.costs.collective, -(-rows // ranks)
+    own_blocks = min(launches.PARTS[-1], arch.compute_units // own_rows) * own_rows
+    block_bytes = hidden * (2 + 1) * rows / min(rows * launches.PARTS[-1], arch.compute_units)
+    own_block_bytes = hidden * (2 * ranks + ranks - 1) * own_rows / own_blocks
+    link_us = own_rows * hidden * (2 + 1) / costs.peer_bytes_per_us(ranks)
+    return link_us + (block_bytes + own_block_bytes) / costs.unit_bytes_per_us + costs.exchange_us + 2 * costs.hop_us
 
 
 def times(ranks: list[int], hiddens: list[int], rows: list[int], arch: Arch) -> list[tuple[str, ...]]:
@@ -103,9 +105,9 @@ def times(ranks: list[int], hiddens: list[int], rows: list[int], arch: Arch) -> 
                     torch.empty(count, hidden, dtype=torch.bfloat16, device="meta"), None, 0.0, False
                 )
                 us = []
-                for sent in (wire.BF16, wire.FP8):
+                for wire_format in (wire.BF16, wire.FP8):
                     group = launches.Group(
-                        0, (0,) * number, 0, 0, arch.compute_units, 1, payload=flagged.PAYLOAD, wire=sent
+                        0, (0,) * number, 0, 0, arch.compute_units, 1, payload=flagged.PAYLOAD, wire=wire_format
                     )
                     config = flagged.default(a, arch, group)
                     us.append(flagged.cost(config, a, arch, group))

@@ -238,7 +238,7 @@ def experts(recorded: dict[type, Recorded]) -> Found:
         if "router_logits" not in named:
             given = *tokens, named["topk_weights"], named["topk_ids"], *settings
             calls = (
-                functools.partial(kernel.apply, *given) for kernel in (plugin.kernel, in_vllm.kernel_around(plugin))
+                functools.partial(kernel.apply, *given) for kernel in (plugin.kernel, in_vllm.modular_kernel_of(plugin))
             )
             yield "experts", kind.__name__, paths(*calls)
             continue

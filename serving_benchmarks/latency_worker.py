@@ -29,7 +29,7 @@ def host_us() -> float:
 
 
 def change(changes: dict, config, of_drafts: bool | None = None):
-    """Return a configuration of transformers with changes. An MTP layer has the sizes of the model, and its own place."""
+    """Apply changes to a configuration of transformers. A draft model's (MTP) keeps its own number and list of layers."""
     of_drafts = hasattr(config, "n_predict") if of_drafts is None else of_drafts
     for name, value in changes.items():
         nested = getattr(config, name, None)
@@ -40,8 +40,8 @@ def change(changes: dict, config, of_drafts: bool | None = None):
     return config
 
 
-def text_of(changes: dict, config):
-    """Return a configuration with changes, of the text model alone where vLLM has it: a processor of images needs a tokenizer."""
+def text_config(changes: dict, config):
+    """Return a configuration with changes, of the text model alone if vLLM has a class for it: images need a tokenizer."""
     from vllm import ModelRegistry
 
     config = change(changes, config)
@@ -54,19 +54,19 @@ def text_of(changes: dict, config):
     return text
 
 
-def keep_order() -> None:
-    """Have vLLM leave MXFP4 weights in `StridedLayout`, as it does on AMD GPUs, and on Hopper with an old torch."""
+def use_strided_layout() -> None:
+    """Have vLLM leave MXFP4 weights in `StridedLayout`, as on AMD GPUs, where Hopper's would be swizzled."""
     from vllm.model_executor.layers.quantization.utils import mxfp4_utils
 
     mxfp4_utils.is_torch_equal_or_newer = lambda release: False
 
 
-class Steps:
-    """The decode steps that an engine ran since its last first token.
+class StepCounter:
+    """Counts the decode steps of an engine since a request last got its first token.
 
     Attributes:
         steps: Their number.
-        rows: The rows that they had in all: one per request, and one per draft.
+        rows: The sum of their rows, one per request and one per draft token.
     """
 
     def __init__(self, engine) -> None:
@@ -74,7 +74,7 @@ class Steps:
         self._record, engine.logger_manager.record = engine.logger_manager.record, self.record
 
     def record(self, scheduler_stats, iteration_stats, **others) -> None:
-        """Count a step, in place of the method of vLLM's loggers, which is called."""
+        """Count a step, and call the method of vLLM's loggers that this one replaces."""
         self._record(scheduler_stats=scheduler_stats, iteration_stats=iteration_stats, **others)
         if iteration_stats is None:
             return
@@ -116,19 +116,21 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
     settings["worker_extension_cls"] = f"{'random_experts' if job['random_experts'] else 'engine_start'}.Extension"
     settings |= job["engine_args"]
     changes = merged(job["overrides"], settings.get("hf_overrides", {}))
-    settings["hf_overrides"] = functools.partial(text_of, changes)  # vLLM gives MTP layers a function's changes only
+    settings["hf_overrides"] = functools.partial(
+        text_config, changes
+    )  # of dictionaries and functions, vLLM applies only the latter to MTP layers
     if speculative:
         if current_platform.is_cpu():  # vLLM cannot accept at random there
             speculative = {name: value for name, value in speculative.items() if "synthetic" not in (name[:9], value)}
         settings["speculative_config"] = speculative
     if job["strided"]:
-        keep_order()
+        use_strided_layout()
     begin = time.perf_counter()
     llm = LLM(**settings)
     start_s = time.perf_counter() - begin
     if not with_ops and "vllm_rocm_ops" in sys.modules:
         raise RuntimeError("the plugin was loaded on the side without it")
-    steps = Steps(llm.llm_engine)
+    steps = StepCounter(llm.llm_engine)
 
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
@@ -136,8 +138,8 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
         temperature = 1.0 if job["random_experts"] else 0.0
         return SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
-    def of_steps(tokens: int) -> SamplingParams:
-        return sampling(tokens * (1 + drafts))
+    def sampling_steps(count: int) -> SamplingParams:
+        return sampling(count * (1 + drafts))
 
     def prompts_of(batch_size: int) -> list[dict]:
         tokens = [[(7 * i + 31 * row + 3) % vocabulary for i in range(job["input_len"])] for row in range(batch_size)]
@@ -159,7 +161,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
                 host.append(loop_us)
                 decode.append(1e3 * per_token)
                 metrics = [output.metrics for output in outputs]
-                span = max(of.last_token_ts for of in metrics) - max(of.first_token_ts for of in metrics)
+                span = max(each.last_token_ts for each in metrics) - max(each.first_token_ts for each in metrics)
                 step_ms.append(1e3 * span / steps.steps)
                 step_rows.append(steps.rows / steps.steps)
                 first.append(1e3 * statistics.median(output.metrics.first_token_latency for output in outputs))
@@ -172,7 +174,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     result = {"start": {"start_s": start_s, **start, "kv_blocks": blocks}}
     try:
-        recorded = ((size, decode_profile.record(llm, prompts_of(size), of_steps)) for size in job["profile"])
+        recorded = ((size, decode_profile.record(llm, prompts_of(size), sampling_steps)) for size in job["profile"])
         result["profile"] = {size: ranks for size, ranks in recorded if ranks}
     except Exception as error:  # noqa: BLE001  the latencies are valid without a profile
         traceback.print_exc()
@@ -186,7 +188,7 @@ def measure(job: dict, report: Callable[[dict], None]) -> None:
 
 
 def hardware() -> str:
-    """Return the hardware."""
+    """Return the number and name of GPUs, or of CPU cores."""
     import torch
 
     if torch.cuda.is_available():

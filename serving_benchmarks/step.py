@@ -1,8 +1,8 @@
-"""Predict a model's decode step on an AMD GPU, launch by launch, without one (needs the extra [emulator]).
+"""Predict a model's decode step on an AMD GPU, launch by launch, without a GPU (needs the extra [emulator]).
 
     python -m serving_benchmarks.step --model deepseek-v3 --tp 8 --batch 1,8
 
-The model of a step is timing_study/step.py.
+timing_study/step.py says how a step is modeled.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.timing import machines
 from vllm_rocm_ops.tools import options
 
-if __package__:  # Python runs a module of a folder, and searches only the current folder
+if __package__:  # with -m, sys.path lacks this folder
     sys.path.insert(0, str(Path(__file__).parent))
 
 
 def lines(given: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of the steps. Raises ValueError, and ImportError without the extra."""
+    """Yield the report's lines. Raises ValueError, and ImportError without the extra."""
     machine = machines.named(given.arch)
     from timing_study import refit, step, step_report
 

@@ -57,8 +57,8 @@ def as_summed(reduce, op, inputs, args) -> tuple[list[torch.Tensor], list]:
     """Return inputs and arguments of which the call's result is plain: with FP8 on the wire, one input, the sum that arrives."""
     if reduce.wire(op, inputs[0], *args) != wire.FP8:
         return inputs, args
-    sent = [launches.summed_input(op, (x, *args)) for x in inputs]
-    return [wire.summed([x for x, *_ in sent], reduce.arch.fp8_dtype)], list(sent[0][1:])
+    sent = [launches.with_addend(op, (x, *args)) for x in inputs]
+    return [wire.fp8_sum([x for x, *_ in sent], reduce.arch.fp8_dtype)], list(sent[0][1:])
 
 
 def check_results(op, inputs, args, results, residuals) -> None:

@@ -6,8 +6,8 @@
 //
 // The threads of a row are divided among `parts` blocks. Each thread pushes its chunks to all ranks, waits for the same
 // chunks from them and sums them. A reduction over the row, of squares or absolute values, exchanges one word per wave
-// between the row's blocks. The blocks exchange no values: a block that reads the words of a whole row from memory takes
-// 4 us for 16384 columns from one peer (16 KB/us, H200), and an exchange 1.5 us for any number of columns. Rows are
+// between the row's blocks. No block reads another block's columns: to read the words of a whole row of 16384
+// columns from one peer takes 4 us (16 KB/us, H200), an exchange 1.5 us for any number of columns. Rows are
 // independent: five tokens use five times the blocks.
 //
 // Results do not depend on `parts`: the row's waves are combined in the same order.
@@ -32,8 +32,8 @@ template <>
 constexpr u32 kExchange<Max> = 1;
 constexpr u32 kExchanges = 2;
 
-// Reduces the waves' values over all blocks of a row, of which this one's threads begin at `first_thread`. Each wave
-// stores a word in the slots that begin `slots` bytes into this rank's inbox.
+// Reduces the waves' values over all blocks of a row. This block's threads begin at `first_thread` of the row. The words
+// of the row's waves begin `slots` bytes into this rank's inbox.
 template <class Protocol, u32 kRanks, class Combine>
 DEVICE float reduce_blocks(const Group& group, u32 epoch, u32 slots, u32 first_thread, u64 limit, float value,
                            float identity, int waves, Combine combine) {
@@ -52,8 +52,8 @@ DEVICE void add_rank(Chunk& total, u32 rank, const Chunk& x) {
   for (int j = 0; j < kChunk / 2; ++j) total.pair[j] = rank == 0 ? x.pair[j] : total.pair[j] + x.pair[j];
 }
 
-// A row from the view of one of its blocks: what the row sources of device/norm_row.h here have in common. Row has
-// words(), the bytes before the words of all rows' blocks in this rank's inbox.
+// One block's part of a row: the base of the row sources (device/norm_row.h) here. Row::words() is the byte offset of
+// the blocks' exchanged words, for all rows, in this rank's inbox.
 template <class Row, class Protocol, u32 kRanks>
 struct BlockRow {
   static constexpr bool kLoads = false, kAdds = false;
@@ -78,12 +78,12 @@ struct BlockRow {
   }
 };
 
-// One row of the launch.
+// One block's part of a row in one shot.
 template <class Protocol, class T, u32 kRanks, u32 kChunks>
 struct RankRow : BlockRow<RankRow<Protocol, T, kRanks, kChunks>, Protocol, kRanks> {
   using Base = BlockRow<RankRow, Protocol, kRanks>;
   using Base::epoch, Base::first_thread, Base::group, Base::limit, Base::row, Base::rows, Base::thread;
-  // The number of chunks awaited at once: keeps the loads in flight constant across rank counts.
+  // Chunks awaited at once. Loads in flight are the same for all numbers of ranks.
   static constexpr u32 kMaxAtOnce = kRanks == 2 ? 4 : kRanks == 4 ? 2 : 1;
   static constexpr u32 kAtOnce = kMaxAtOnce < kChunks ? kMaxAtOnce : kChunks;
 
@@ -156,7 +156,7 @@ struct RankRow : BlockRow<RankRow<Protocol, T, kRanks, kChunks>, Protocol, kRank
   DEVICE u32 words() const { return slots_of<Protocol>(group, Protocol::kOwnBlocks, epoch); }
 };
 
-// Blocks are [rows, parts]: use(row) is called once a block has pushed its part of a row.
+// Blocks are [rows, parts]. Calls use(row) after the block has pushed its part of the row.
 template <class Protocol, class T, u32 kRanks, u32 kChunks, class Use>
 DEVICE void for_rows(const Group& group, const RowsOfRanks& rows, u32 row_count, u16* normed, Use use) {
   const u32 epoch = epoch_of<Protocol>(group);
@@ -180,7 +180,7 @@ DEVICE void all_reduce(const Group& group, const RowsOfRanks& rows, u32 row_coun
   for_rows<Protocol, T, kRanks, u32(kChunks)>(group, rows, row_count, nullptr, store_row);
 }
 
-// The FP8 copy of a norm that is stored as T, too: rounded as in ops/rms_norm.hip's PlainAndPerBlock.
+// The FP8 result beside a norm that is also stored as T: rounded as by PlainAndPerBlock of ops/rms_norm.hip.
 template <class T>
 struct BesideNorm : RowOutput<T, Output::kPerBlock, ScaleBound::kNone, 128> {
   using RowOutput<T, Output::kPerBlock, ScaleBound::kNone, 128>::RowOutput;

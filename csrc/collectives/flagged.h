@@ -1,21 +1,22 @@
-// All-reduce of more rows than one_shot.h's words serve: payload and flag apart, in one stage or in two.
+// All-reduce of more rows than one_shot.h's, in one stage or in two: a block stores its values, the payload, and then
+// one flag per peer.
 //
 // A block works with the same block of the other ranks, on the same part of the same rows.
 //   two stages: it stores slice p of its part, of every row, into rank p's inbox and raises a flag there. Once all flags
 //               are up it sums its own slice over the ranks, stores the sum as T into every inbox and raises another
-//               flag. Behind these flags it has all slices of its part.
-//   one stage:  it stores its whole part into every inbox. Two ranks send as much as in two stages, in one trip.
-// Kernels of two ranks have one stage, of four either, of eight two: each way doubles what is compiled.
+//               flag. Once these are up it has all slices of its part: reduce-scatter, then all-gather.
+//   one stage:  it stores its whole part into every inbox. Two ranks send the same bytes as in two stages, in one trip.
+// Kernels of two ranks have one stage, of four either, of eight two, as a second way doubles the code.
 // Slices are of columns, so any number of rows suits any number of ranks.
 //
-// A flag holds its epoch, and no device sees it before the payload of its block (device/flags.h); stores of a payload
-// become visible in any order. Flags and payload alternate between two buffers with the epoch's lowest bit. These
-// suffice, by the argument of one_shot.h: a block ends only after a flag of this epoch from every peer, which proves
-// that the peer's launch of the epoch before has ended, and with it its loads. So a store of epoch e + 2 finds nobody
-// who reads epoch e, and a flag of e + 2 replaces one that was seen.
+// A flag holds its epoch. A device that sees the flag also sees the payload of its block (device/flags.h), whose stores
+// become visible in any order. Flags and payload alternate between two buffers with the epoch's lowest bit. Two
+// suffice, as in one_shot.h: a block ends only after a flag of this epoch from every peer, which proves that the peer's
+// launch of the previous epoch has ended, and with it its loads. So nobody still reads epoch e when a block stores epoch
+// e + 2, and a flag of e + 2 replaces one that was seen.
 //
-// The launches have an epoch counter of their own, so that the argument needs no launch of one_shot.h, whose words order
-// nothing but themselves. The inbox, its error and the time limit are shared with those launches.
+// These launches have their own epoch counter, as a launch of one_shot.h orders nothing but its own words. Both share
+// the inbox, its error and the time limit.
 #pragma once
 #include "all_reduce.h"
 #include "device/divisor.h"
@@ -32,9 +33,9 @@ constexpr u32 kFlagBytes = kStages * kMaxRanks * kFlagBlocks * 4;
 
 struct FlaggedRows : RowsOfRanks {
   u32 rows;
-  u32 row_blocks;     // blocks [row_blocks, parts], of which each has every row_blocks-th row
+  u32 row_blocks;     // blocks are [row_blocks, parts]; each has its part of every row_blocks-th row
   u32 stages;         // 1 or 2; read by kernels of four ranks
-  u32 slot;           // vectors of a block's row that one rank sends to another in the first stage, at most
+  u32 slot;           // vectors per slot, where a rank stores its values of one row's part in the first stage
   u32 first, buffer;  // bytes before the first buffer in an inbox, and bytes of a buffer
   Divisor by_ranks;
 };
@@ -57,29 +58,29 @@ struct Flagged : OneShot {
   DEVICE static bool is_up(u32 found, u32 epoch) { return found == epoch; }
   DEVICE static u32 slice_end(u32 first, u32 slice, u32 count) { return first + slice < count ? first + slice : count; }
 };
-// The same with both stages' payload as e4m3.
+// As Flagged, with e4m3 on the wire in both stages.
 struct FlaggedE4m3 : Flagged {
   template <class Protocol, class T>
   using Wire = E4m3Wire<Protocol, T>;
 };
 
-// A block's part of its rows: the launch from the view of one block.
+// A block of the launch, and its part of its rows.
 template <class Protocol, class Wire, class T, u32 kRanks, u32 kChunks>
 struct FlaggedBlock {
   using Payload = typename Wire::Payload;
-  // The number of chunks loaded from all ranks at once.
+  // Chunks loaded at once, from all ranks: bounds registers.
   static constexpr u32 kMaxAtOnce = kRanks == 2 ? 4 : kRanks == 4 ? 2 : 1;
   static constexpr u32 kAtOnce = kMaxAtOnce < kChunks ? kMaxAtOnce : kChunks;
 
   const Group& group;
   const FlaggedRows& rows;
-  u32* absent;  // [stages, kMaxRanks] in LDS: whether a rank's flag is missing
+  u32* absent;  // [stages, kMaxRanks] in LDS: 1 if a rank's flag did not come
   u32 epoch, threads, first_thread, part;
   u32 count;   // vectors of the part
-  u32 slice;   // of which each rank sums, the last ones fewer
+  u32 slice;   // vectors of the part that each rank sums; the last ranks may have fewer
   u32 buffer;  // offset of the epoch's buffer
   u64 limit;
-  bool is_complete = false;  // whether the last stage's flags are up
+  bool is_complete = false;  // true once the last stage's flags were awaited
 
   DEVICE FlaggedBlock(const Group& group, const FlaggedRows& rows, u32 epoch, u32* absent)
       : group(group),
@@ -100,19 +101,19 @@ struct FlaggedBlock {
     if constexpr (Wire::kGroup > 1) slice = (slice + Wire::kGroup - 1) & ~(Wire::kGroup - 1);
   }
 
-  // Constant but for kernels of four ranks.
+  // A compile-time constant except in kernels of four ranks.
   DEVICE bool is_one_stage() const { return kRanks == 2 || (kRanks == 4 && rows.stages == 1); }
 
   DEVICE u32 flag_at(u32 stage, u32 sender) const {
     const u32 block = wave::block_id_x() * rows.parts + part;
     return buffer + kExchangeBytes + ((stage * kMaxRanks + sender) * kFlagBlocks + block) * 4;
   }
-  // Vector `index` of the part in its row, of all vectors in the row.
+  // The index in the row of the part's vector `index`.
   DEVICE u32 column(u32 index) const {
     const u32 chunk = index >> __builtin_ctz(threads);
     return first_thread + chunk * rows.threads + (index & (threads - 1));
   }
-  // Bytes before what a rank sends of a row's part in the first stage, and before the sums of the second.
+  // Byte offsets in an inbox: a sender's slot for a row's part, of the first stage, and the part's sums, of the second.
   DEVICE u32 sent_at(u32 row, u32 sender) const {
     const u32 slots = (row * rows.parts + part) * group.ranks + sender;
     return buffer + kExchangeBytes + kFlagBytes + slots * rows.slot * 16;
@@ -122,7 +123,7 @@ struct FlaggedBlock {
     return buffer + kExchangeBytes + kFlagBytes + (first + (row * rows.parts + part) * threads * kChunks) * 16;
   }
 
-  // This rank's vector, with the addend.
+  // This rank's vector of a row, plus the addend.
   DEVICE u32x4 own(u32 row, u32 index, bool inside) const {
     const u32 at = column(inside ? index : 0);
     u32x4 x = mem::load<u32x4>((const u32x4*)((const u16*)rows.input + i64(row) * rows.input_stride) + at);
@@ -133,7 +134,7 @@ struct FlaggedBlock {
     return x;
   }
 
-  // Stores the part of all rows to the ranks that sum it.
+  // First stage: stores the part of all rows into the inboxes of the ranks that sum it.
   DEVICE void send() const {
     for (u32 row = wave::block_id_x(); row < rows.rows; row += rows.row_blocks) {
       Payload mine[kChunks];
@@ -169,7 +170,7 @@ struct FlaggedBlock {
     }
   }
 
-  // Waits for the flags of a stage from all other ranks, a wave for each.
+  // Waits for the flags of a stage from all other ranks, one wave per flag.
   DEVICE void await_flags(u32 stage) const {
     const u32 waves = threads / wave::kLanes;
     for (u32 peer = wave::index(); peer < group.ranks; peer += waves) {
@@ -185,11 +186,11 @@ struct FlaggedBlock {
       }
       if (wave::lane() == 0) absent[stage * kMaxRanks + peer] = !is_up;
     }
-    block_barrier();  // hazard: a wave loads a payload of which another awaits the flag
+    block_barrier();  // hazard: a wave loads a payload whose flag another wave still awaits
   }
   DEVICE bool is_absent(u32 stage, u32 rank) const { return wave::uniform(absent[stage * kMaxRanks + rank]) != 0; }
 
-  // Sums vectors of the part over the ranks; `offset` is what their index is ahead of their place in a slot.
+  // Sums vectors of the part over the ranks. Vector `offset` of the part is the first of a slot.
   template <u32 kCount>
   DEVICE void sum(u32 row, const u32 (&index)[kCount], u32 end, u32 offset, u32x4 (&sums)[kCount]) const {
     Payload values[kRanks][kCount];
@@ -217,7 +218,7 @@ struct FlaggedBlock {
     }
   }
 
-  // Sums this rank's slice of all rows, and stores it to all ranks.
+  // Second stage: sums this rank's slice of all rows, and stores the sums into all inboxes.
   DEVICE void sum_and_send() const {
     const u32 first = group.rank * slice, end = Protocol::slice_end(first, slice, count);
     for (u32 row = wave::block_id_x(); row < rows.rows; row += rows.row_blocks) {
@@ -234,7 +235,7 @@ struct FlaggedBlock {
     }
   }
 
-  // Exchanges the block's part of all rows, but for the last wait.
+  // Runs both stages for the block's part of all rows, except the wait for the last flags, which `load` does.
   DEVICE void exchange() const {
     send();
     raise(0);
@@ -261,26 +262,26 @@ struct FlaggedBlock {
       }
       return;
     }
-    bool is_there[kChunks];
+    bool is_present[kChunks];
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i) {
       const u32 index = i * threads + wave::thread_id();
-      is_there[i] = index < count;
+      is_present[i] = index < count;
 #pragma unroll
       for (u32 peer = 0; peer < kRanks; ++peer)
-        if (is_absent(1, peer) && index >= peer * slice && index < (peer + 1) * slice) is_there[i] = false;
+        if (is_absent(1, peer) && index >= peer * slice && index < (peer + 1) * slice) is_present[i] = false;
     }
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i)
       sums[i] = Wire::decode(
-          Wire::get(group.mine, sums_at(row), threads * kChunks, i * threads + wave::thread_id(), is_there[i]));
+          Wire::get(group.mine, sums_at(row), threads * kChunks, i * threads + wave::thread_id(), is_present[i]));
 #pragma unroll
     for (u32 i = 0; i < kChunks; ++i)
-      if (!is_there[i]) sums[i] = u32x4{kNotThere, kNotThere, kNotThere, kNotThere};
+      if (!is_present[i]) sums[i] = u32x4{kMissing, kMissing, kMissing, kMissing};
   }
 };
 
-// A row of a block.
+// A row of a block, as a source of device/norm_row.h.
 template <class Block, class Protocol, u32 kRanks>
 struct FlaggedRow : BlockRow<FlaggedRow<Block, Protocol, kRanks>, Protocol, kRanks> {
   using Base = BlockRow<FlaggedRow, Protocol, kRanks>;
@@ -304,7 +305,7 @@ constexpr bool kIsMx = false;
 template <class T>
 constexpr bool kIsMx<RowOutput<T, Output::kMx>> = true;
 
-// A RowOutput `ahead` rows after the block's index.
+// A RowOutput for a row other than the block's index, `ahead` rows after it.
 template <class RowOut, bool kIs16Bit>
 struct OutputAhead : RowOut {
   i64 ahead;
@@ -320,7 +321,7 @@ struct OutputAhead : RowOut {
 template <class RowOut, bool kIs16Bit>
 constexpr bool kRoundsSum<OutputAhead<RowOut, kIs16Bit>> = kRoundsSum<RowOut>;
 
-// use(block, row) is called for each row of the block, once the block has sent what it has to.
+// Calls use(block, row) for each row of the block, after the block has stored all that other ranks wait for.
 template <class Protocol, class T, u32 kRanks, u32 kChunks, class Use>
 DEVICE void for_flagged_rows(const Group& group, const FlaggedRows& rows, Use use) {
   LDS static u32 absent[kStages * kMaxRanks];

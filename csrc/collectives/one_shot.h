@@ -1,7 +1,7 @@
-// The one-shot collective protocol. Each rank pushes 64-bit words, a 32-bit value with a 32-bit epoch, to all other
-// ranks.
+// The one-shot all-reduce protocol. Each rank pushes its values to all other ranks as 64-bit words, each a 32-bit value
+// with a 32-bit epoch, as NCCL's LL protocol does.
 //
-// A rank stores its values into every peer's inbox, and waits until its own inbox holds the words of this epoch. A word
+// A rank stores its words into every peer's inbox, and waits until its own inbox holds the words of this epoch. A word
 // is data and flag at once: nothing is zeroed, and no barrier opens or closes an epoch. Buffers alternate with the
 // epoch's lowest bit. Two buffers suffice, because a rank stores epoch e + 2 only after each peer has read epoch e:
 //   1. Every rank waits for at least one word from every peer in every epoch. A peer's word for epoch e + 1 proves that
@@ -23,17 +23,17 @@
 constexpr u32 kMaxRanks = 8;
 constexpr u32 kPlanes = kChunk / 2;  // words per chunk
 constexpr u32 kHeaderBytes = 128;    // inbox header: its error, 0 for none
-// Replaces missing values: NaN in bf16 and in fp16.
-constexpr u32 kNotThere = 0x7fff7fff;
+// Two values of a missing rank: NaN in bf16 and in fp16.
+constexpr u32 kMissing = 0x7fff7fff;
 
-// A rank's view of its group. An inbox has a header, and slots [2 buffers, kMaxRanks + 1, capacity]: one set per
-// sending rank, and one more for the sums of the rank's own blocks.
+// A rank's view of its group. An inbox has a header, and words [2 buffers, kMaxRanks + 1 slots, capacity]: a slot per
+// sending rank, and one for the reductions of the inbox's own rank.
 struct Group {
   u64* inbox[kMaxRanks];  // per rank
   u64* mine;              // this rank's inbox
-  u32* counters;          // ended blocks, and the previous launch's epoch
-  u64* report;            // in host memory: the epoch that saw an error, and the error
-  u32 capacity;           // words
+  u32* counters;          // [2]: ended blocks, and the previous launch's epoch
+  u64* report;            // in host memory: an error (error_of), and above it the epoch that saw it
+  u32 capacity;           // words of a slot
   u32 rank, ranks;
   u32 limit_us;
 };
@@ -44,7 +44,7 @@ struct OneShot {
   DEVICE static u64 load(const u64* slot) { return mem::load_system<u64>(slot); }
   DEVICE static u32 differs(u32 found, u32 epoch) { return found ^ epoch; }
   DEVICE static u32 buffer(u32 epoch) { return epoch & 1; }
-  static constexpr u32 kOwnBlocks = kMaxRanks;  // slots in which a rank's own blocks exchange partial reductions
+  static constexpr u32 kOwnBlocks = kMaxRanks;  // the slot in which a rank's own blocks exchange reductions
   DEVICE static u32 next(u32 epoch) { return epoch == ~0u ? 2 : epoch + 1; }
   // The ranks to wait for, as a bit mask.
   DEVICE static u32 others(const Group& group) { return ((1u << group.ranks) - 1) & ~(1u << group.rank); }
@@ -74,15 +74,15 @@ DEVICE void end_block(const Group& group, u32 epoch, u32 blocks) {
   if (wave::thread_id() == 0) Protocol::advance(group, epoch, blocks);
 }
 
-// Byte offset of a sending rank's slots in an inbox.
+// Byte offset of a sending rank's slot in an inbox.
 template <class Protocol>
 DEVICE u32 slots_of(const Group& group, u32 rank, u32 epoch) {
   return kHeaderBytes + (Protocol::buffer(epoch) * (kMaxRanks + 1) + rank) * group.capacity * 8;
 }
 DEVICE u64* slot(u64* inbox, u32 bytes) { return (u64*)((u8*)inbox + bytes); }
 
-// Word layout of a row: `first` is the byte offset of its planes, `columns` the byte stride between them. Word j of
-// chunk c is in plane j, so adjacent lanes store and load adjacent words.
+// Word layout of a row: word j of chunk c is in plane j, so adjacent lanes store and load adjacent words. `first` is the
+// byte offset of the planes, `columns` the byte stride between them.
 struct Planes {
   u32 first, columns;
   DEVICE u32 at(u32 chunk, u32 plane) const { return first + chunk * 8 + plane * columns; }
@@ -116,8 +116,9 @@ DEVICE void give_up(const Group& group, u32 epoch, u32 missing, u32 error) {
   mem::store_system(group.report, error | u64(epoch) << 32);
 }
 
-// Waits for the words from the kSources sources in `missing`, a bit mask, and returns their values: kWords of each chunk
-// `chunk`, in slots that begin `slots` bytes into the inbox, `step` apart. The wave proceeds as one.
+// Waits for words from the sources (ranks, or blocks of this rank) in `missing`, a bit mask of kSources, and returns
+// their values: kWords of each of kChunks chunks. The sources' slots begin `slots` bytes into the inbox, `step` bytes
+// apart. All lanes of the wave wait until all have their words.
 template <class Protocol, u32 kRanks, u32 kSources, u32 kChunks, u32 kWords>
 DEVICE void await(const Group& group, u32 epoch, u32 missing, u32 slots, u32 step, Planes planes,
                   const u32 (&chunk)[kChunks], u64 limit, u32 (&values)[kSources][kChunks][kWords]) {
@@ -149,7 +150,7 @@ DEVICE void await(const Group& group, u32 epoch, u32 missing, u32 slots, u32 ste
       }
       if (wave::count(differ != 0) == 0) missing &= ~(1u << source);
     }
-    // A rank that arrives late finds all words, and fails with those that waited for it.
+    // A rank that comes late finds all words, but also the error of the ranks that waited for it, and fails like them.
     const bool fails = error != 0 || (missing != 0 && wave::time() - begin > limit);
     if (fails) give_up<kRanks>(group, epoch, kSources > 1 ? missing : 1u << group.rank, error);
     if (fails || missing == 0) break;
@@ -161,7 +162,7 @@ DEVICE void await(const Group& group, u32 epoch, u32 missing, u32 slots, u32 ste
     for (u32 i = 0; i < kChunks; ++i) {
 #pragma unroll
       for (u32 j = 0; j < kWords; ++j)
-        values[source][i][j] = missing >> source & 1 ? kNotThere : u32(words[source][i][j]);
+        values[source][i][j] = missing >> source & 1 ? kMissing : u32(words[source][i][j]);
     }
   }
 }

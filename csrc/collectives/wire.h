@@ -1,12 +1,12 @@
-// What a payload is on the wire between ranks: a vector of 8 values as it is, or as e4m3 with a scale per 128 values.
+// The wire formats of a payload: a vector of 8 values of T, or of e4m3 with a scale per 128 values.
 //
 //     s = the smallest power of two for which the group's absmax / s is at most kE4m3Max
 //     x on the wire = e4m3(x / s) * s      exact in bf16 again, so every rank has the same bits
 //
-// A power of two loses nothing to another scale, as e4m3 has an exponent: it keeps 4 significant bits of every value
-// down to 2^-13 of the group's largest. An infinity or NaN makes the scale NaN, and so all values of the group.
+// Another scale would be no more precise than a power of two, as e4m3 has an exponent: it keeps 4 significant bits of
+// every value down to 2^-13 of the group's absmax. An infinity or NaN makes the scale, and so the whole group, NaN.
 //
-// A slot of a row has 16 bytes per vector for either. As e4m3, the values are in its first half, the scales behind.
+// A slot has 16 bytes per vector in either format. With e4m3 its first half has the values, and scales follow them.
 #pragma once
 #include "device/float8.h"
 #include "device/scale.h"
@@ -15,11 +15,11 @@
 template <class Protocol, class T>
 struct PlainWire {
   using Payload = u32x4;
-  static constexpr u32 kGroup = 1;  // vectors with one scale, which travel together
+  static constexpr u32 kGroup = 1;  // vectors with one scale, which are in one slice
 
   DEVICE static Payload encode(u32x4 x, bool) { return x; }
   DEVICE static u32x4 decode(Payload x) { return x; }
-  DEVICE static Payload missing() { return u32x4{kNotThere, kNotThere, kNotThere, kNotThere}; }
+  DEVICE static Payload missing() { return u32x4{kMissing, kMissing, kMissing, kMissing}; }
   // Vector `index` of the slot with `vectors` vectors that begins `at` bytes into the inbox.
   DEVICE static void put(u64* inbox, u32 at, u32, u32 index, Payload x) { Protocol::put(inbox, at + index * 16, x); }
   DEVICE static Payload get(const u64* inbox, u32 at, u32, u32 index, bool inside) {
@@ -35,7 +35,7 @@ struct E4m3Wire {
     u32 scale;  // fp32
   };
 
-  // Called by all threads of a wave, of which each group of 16 lanes has the vectors of a group, or what is inside.
+  // Called by all lanes of a wave. Each 16 lanes have the vectors of one group; those past the row's end are not inside.
   DEVICE static Payload encode(u32x4 x, bool inside) {
     auto larger = [](u32 a, u32 b) __attribute__((always_inline)) { return a > b ? a : b; };
     static_assert(__is_same(T, Bf16));  // a word's halves are the upper bits of floats

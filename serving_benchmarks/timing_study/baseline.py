@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.collectives import flagged, launches, one_shot
+from vllm_rocm_ops.collectives import flagged, launches
+from vllm_rocm_ops.collectives.all_reduce import choose_protocol
 from vllm_rocm_ops.timing.machines import Constant, Machine
 
 KINDS = ("published", "measured", "fitted", "assumed", "predicted")
@@ -130,7 +131,7 @@ def fused_all_reduce(machine: Machine, ranks: int, rows: int, hidden: int) -> Ti
     values = 2 * math.prod(at)
     fixed = published.value - values / link - 7 * 2 * at[1] / costs.unit_bytes_per_us
     source = f"{published.source}, without its bytes: {fixed:.1f}; "
-    planner, _ = one_shot.protocol(None, a, arch, group)
+    planner, _ = choose_protocol(None, a, arch, group)
     if planner is None:
         return None
     config = planner.default(a, arch, group)

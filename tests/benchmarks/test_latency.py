@@ -131,7 +131,7 @@ def test_steps_are_counted_from_what_the_engine_ran():
     """Steps before the last first token, and those without output, do not count. Requests have any number of drafts."""
     told = []
     engine = SimpleNamespace(logger_manager=SimpleNamespace(record=lambda **stats: told.append(stats)))
-    steps = latency_worker.Steps(engine)
+    steps = latency_worker.StepCounter(engine)
 
     def step(first: int, later: int, drafts: int | None = None) -> None:
         drafted = None if drafts is None else SimpleNamespace(num_draft_tokens=drafts)
@@ -576,7 +576,7 @@ def test_a_multimodal_model_runs_as_its_text_model():
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(latency.CONFIGS / "qwen3.5-397b-a17b-fp8")
-    text = latency_worker.text_of({"text_config": {"num_hidden_layers": 2}}, config)
+    text = latency_worker.text_config({"text_config": {"num_hidden_layers": 2}}, config)
     assert (text.model_type, text.architectures) == ("qwen3_5_moe_text", ["Qwen3_5MoeForCausalLM"])
     assert text.num_hidden_layers == 2 and text.rope_parameters["mrope_section"] == [11, 11, 10]
     assert "model.layers.0.linear_attn.in_proj_a" in text.quantization_config["modules_to_not_convert"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_rocm_ops.collectives import OneShotAllReduce, flagged, launches
+from vllm_rocm_ops.collectives import AllReduce, flagged, launches
 from vllm_rocm_ops.core import launch as core
 from vllm_rocm_ops.core.launch import Address, Launch
 from vllm_rocm_ops.emulator import Devices
@@ -61,7 +61,7 @@ class EmulatedGroup:
             sizes = capacity, self.flagged_counters[rank].data_ptr(), payload
             group = launches.Group(rank, addresses, *pointers, blocks, limit_us, *sizes, wire)
             self.queues.append(Queue(self, rank, epoch, streams))
-            self.reduces.append(OneShotAllReduce(group, arch, report, executor=self.queues[-1]))
+            self.reduces.append(AllReduce(group, arch, report, executor=self.queues[-1]))
 
     def run(self) -> list:
         """Run the launches of all calls so far, and return their counters."""

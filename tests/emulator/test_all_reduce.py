@@ -21,7 +21,7 @@ from emulated_group import EmulatedGroup
 from marks import AMD, CHIPS, full
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.collectives import RankMissing, launches, one_shot
+from vllm_rocm_ops.collectives import RankMissing, all_reduce, launches
 from vllm_rocm_ops.core import archs, correctness
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -123,7 +123,9 @@ def test_without_a_weight():
 
 
 @pytest.mark.parametrize(
-    "op", [op for op in launches.NORMS.values() if "quant" in op.name and op is not launches.BOTH], ids=name_of
+    "op",
+    [op for op in launches.NORMS.values() if "quant" in op.name and op is not launches.NORM_AND_QUANT],
+    ids=name_of,
 )
 def test_with_norm(op):
     check_call(AMD[0], 2, op, torch.bfloat16, 2, 512, epochs=1, with_norm=True)
@@ -132,11 +134,11 @@ def test_with_norm(op):
 def test_with_norm_of_an_op_that_returns_it():
     group, x = EmulatedGroup(AMD[0], 2), torch.zeros(1, 512, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="with_norm must be False, as the op returns the norm, got True"):
-        group.reduces[0](launches.BOTH, x, None, EPSILON, torch.float8_e4m3fnuz, with_norm=True)
+        group.reduces[0](launches.NORM_AND_QUANT, x, None, EPSILON, torch.float8_e4m3fnuz, with_norm=True)
 
 
 @pytest.mark.parametrize("arch_name", CHIPS)
-@pytest.mark.parametrize("op", [ops.fused_add_rms_norm, launches.BOTH], ids=name_of)
+@pytest.mark.parametrize("op", [ops.fused_add_rms_norm, launches.NORM_AND_QUANT], ids=name_of)
 def test_addends_of_long_rows(arch_name, op):
     """A thread adds two chunks, and a row has several blocks."""
     check_call(arch_name, 2, op, torch.bfloat16, 1, 7168, epochs=1, has_addend=True)
@@ -151,7 +153,7 @@ def test_every_kernel(arch_name, op, dtype, ranks, hidden):
     check_call(arch_name, ranks, op, dtype, 1 + (hidden < 2048), hidden)
 
 
-@pytest.mark.parametrize("op", [ops.rms_norm_per_block_quant, launches.BOTH], ids=name_of)
+@pytest.mark.parametrize("op", [ops.rms_norm_per_block_quant, launches.NORM_AND_QUANT], ids=name_of)
 @pytest.mark.parametrize("arch_name", CHIPS)
 def test_the_bits_of_two_ops(arch_name, op):
     """Bits are equal to an all-reduce followed by the op, which the emulator runs separately, in every configuration."""
@@ -243,7 +245,7 @@ def test_a_missing_rank_is_reported_with_nan_results(arch_name, ranks, rows):
 def test_the_error_word_is_decoded(epoch, seen):
     group = EmulatedGroup(AMD[0], 8).reduces[0].group
     error = 1 << 31 | 0b101000 | 7 << 8 | (epoch & 0xFFFFF) << 11
-    text = one_shot.said(seen << 32 | error, group)
+    text = all_reduce.missing_rank_message(seen << 32 | error, group)
     assert text.startswith(
         f"all_reduce: ranks 3, 5 of 8 did not come in epoch {epoch}: rank 7 waited for more than 1 s."
     )
@@ -253,7 +255,9 @@ def test_the_error_word_is_decoded(epoch, seen):
 def test_an_error_advises_a_variable_only_where_it_sets_the_limit(seconds, advises):
     reduce = EmulatedGroup(AMD[0], 2).reduces[0]
     reduce.limit(seconds)
-    assert ("VLLM_ROCM_OPS_ALL_REDUCE_LIMIT" in one_shot.said(1 << 31 | 0b10, reduce.group)) == advises
+    assert (
+        "VLLM_ROCM_OPS_ALL_REDUCE_LIMIT" in all_reduce.missing_rank_message(1 << 31 | 0b10, reduce.group)
+    ) == advises
 
 
 # Unsupported calls
@@ -283,7 +287,7 @@ def test_unsupported_calls_are_refused():
 
 def test_the_given_all_reduce_serves_unsupported_calls():
     group = EmulatedGroup(AMD[0], 2)
-    reduce = one_shot.OneShotAllReduce(
+    reduce = all_reduce.AllReduce(
         group.reduces[0].group, group.devices.arch, group.reports[0], all_reduce=lambda x: 2 * x
     )
     x = torch.randn(2, 12, generator=generator_of("elsewhere")).bfloat16()
@@ -324,10 +328,10 @@ def test_blocks_of_a_row():
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "1e9", "nan"])
 def test_limit(monkeypatch, value):
-    assert one_shot.limit_us(None) == 60_000_000
+    assert all_reduce.limit_us(None) == 60_000_000
     monkeypatch.setenv("VLLM_ROCM_OPS_ALL_REDUCE_LIMIT", value)
     with pytest.raises(ValueError, match=f"must be above 0 and at most 4294 seconds, got {value}"):
-        one_shot.limit_us(None)
+        all_reduce.limit_us(None)
 
 
 def test_kernels_are_those_of_plans():

@@ -12,8 +12,8 @@ from marks import AMD, CHIPS, FULL, full
 from test_all_reduce import check_call, name_of
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.collectives import RankMissing, flagged, launches, one_shot, wire
-from vllm_rocm_ops.collectives.wire import BF16, FP8, GROUP
+from vllm_rocm_ops.collectives import RankMissing, all_reduce, flagged, launches, wire
+from vllm_rocm_ops.collectives.wire import BF16, FP8, GROUP_VALUES
 from vllm_rocm_ops.core import archs, kernel_arguments
 from vllm_rocm_ops.core.launch import I64, Launch, code_object
 from vllm_rocm_ops.core.quantization import LIMIT
@@ -48,7 +48,12 @@ def test_every_kind(check, op):
 
 @pytest.mark.parametrize(
     ("ranks", "stages"),
-    [(ranks, stages) for ranks in launches.RANKS for stages in flagged.stages_of(ranks) if (ranks, stages) != (4, 1)],
+    [
+        (ranks, stages)
+        for ranks in launches.RANKS
+        for stages in flagged.supported_stages(ranks)
+        if (ranks, stages) != (4, 1)
+    ],
 )
 def test_every_number_of_ranks(check, ranks, stages):
     """Rows are fewer and more than ranks, blocks fewer than rows, and slices no multiple of a wave."""
@@ -94,7 +99,7 @@ def test_the_norm_beside_its_quantization(check):
 @pytest.mark.parametrize("ranks", (2, 4, 8))
 @pytest.mark.parametrize("op", KINDS, ids=name_of)
 def test_every_kernel(check, arch_name, op, ranks, hidden, wire):
-    for stages in flagged.stages_of(ranks, wire):
+    for stages in flagged.supported_stages(ranks, wire):
         check(arch_name, ranks, op, flagged.DTYPE, 3, hidden, stages, blocks=2, epochs=1, wire=wire)
 
 
@@ -123,19 +128,21 @@ def test_groups_that_are_hard_to_scale(arch_name, ranks):
     """Bits are the reference's: of zeros, subnormal and largest numbers, borders of powers of two, infinity and NaN."""
     group = EmulatedGroup(arch_name, ranks, capacity=0, payload=PAYLOAD, wire=FP8)
     fp8, largest = group.devices.arch.fp8_dtype, torch.finfo(flagged.DTYPE).max
-    inputs = [torch.randn(1, 12 * GROUP + 16, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
+    inputs = [
+        torch.randn(1, 12 * GROUP_VALUES + 16, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)
+    ]
     x = inputs[0]
     x[0, 0] = 1e6  # a lane behind the last group's end holds it, too
     hard = [0.0, -0.0, 1e-40, 2.0**-126, largest / 4, 1.75, 1.7578125, 448.0, 450.0, torch.inf, -torch.inf, torch.nan]
     for number, value in enumerate(hard[1:], 1):
         for each in inputs:
-            each[0, number * GROUP : (number + 1) * GROUP] *= 1e-3 if abs(value) > 1e-30 else 0
-        x[0, number * GROUP + number] = value
+            each[0, number * GROUP_VALUES : (number + 1) * GROUP_VALUES] *= 1e-3 if abs(value) > 1e-30 else 0
+        x[0, number * GROUP_VALUES + number] = value
     inputs = [each.to(flagged.DTYPE) for each in inputs]
     results = [reduce.sum(each) for reduce, each in zip(group.reduces, inputs)]
     group.run()
-    wanted = wire.summed(inputs, fp8)
-    assert wanted.isnan().sum() == 3 * GROUP and wanted[:, -16:].abs().max() > 0
+    wanted = wire.fp8_sum(inputs, fp8)
+    assert wanted.isnan().sum() == 3 * GROUP_VALUES and wanted[:, -16:].abs().max() > 0
     for result in results:
         assert torch.equal(result.nan_to_num(7.0, 8.0), wanted.nan_to_num(7.0, 8.0))
 
@@ -146,7 +153,7 @@ def test_the_error_of_fp8_on_the_wire(ranks, error, fp8):
     """Beside the float64 sum of normal values: one rounding to 4 bits with two ranks, two roundings with more."""
     inputs = [torch.randn(8, 8192, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(ranks)]
     exact = sum(x.double() for x in inputs)
-    assert abs((wire.summed(inputs, fp8) - exact).norm() / exact.norm() - error) < 1e-3
+    assert abs((wire.fp8_sum(inputs, fp8) - exact).norm() / exact.norm() - error) < 1e-3
 
 
 def test_fp8_serves_only_calls_above_one_shot():
@@ -164,7 +171,7 @@ def test_fp8_serves_only_calls_above_one_shot():
 def test_a_wire_that_there_is_not(monkeypatch):
     monkeypatch.setenv(wire.VARIABLE, "int4")
     with pytest.raises(ValueError, match="VLLM_ROCM_OPS_ALL_REDUCE_WIRE must be bf16 or fp8, got 'int4'"):
-        wire.chosen()
+        wire.resolve()
 
 
 # Schedules, and planted faults
@@ -214,7 +221,7 @@ def run_sums(built, ranks: int, seed: int, sizes, kernel="right", stages=2, **op
         patch.setattr(flagged, "configs", lambda *of: [each for each in usual(*of) if each.stages == stages])
         for size in sizes:
             inputs = [torch.randint(-15, 16, size, generator=generator).bfloat16() for _ in range(ranks)]
-            wanted = wire.summed(inputs, group.devices.arch.fp8_dtype) if "wire" in options else sum(inputs)
+            wanted = wire.fp8_sum(inputs, group.devices.arch.fp8_dtype) if "wire" in options else sum(inputs)
             calls.append((wanted, [reduce.sum(x) for reduce, x in zip(group.reduces, inputs)]))
     group.run()
     for number, (wanted, results) in enumerate(calls):
@@ -225,7 +232,7 @@ def run_sums(built, ranks: int, seed: int, sizes, kernel="right", stages=2, **op
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("ranks", "stages"), [(ranks, stages) for ranks in (2, 4, 8) for stages in flagged.stages_of(ranks)]
+    ("ranks", "stages"), [(ranks, stages) for ranks in (2, 4, 8) for stages in flagged.supported_stages(ranks)]
 )
 def test_schedules(built, ranks, stages):
     """Four launches, so that each buffer is used again, with grids of other sizes between."""
@@ -339,7 +346,7 @@ def test_words_are_sent_while_a_flag_takes_longer(arch_name, ranks, most):
     arch = archs.named(arch_name)
     group = launches.Group(0, (0,) * ranks, 0, 0, arch.compute_units, 1, payload=flagged.PAYLOAD)
     sums = [launches.Sum(torch.empty(rows, 16384, dtype=torch.bfloat16, device="meta")) for rows in range(1, 33)]
-    chosen = [one_shot.protocol(None, a, arch, group) for a in sums]
+    chosen = [all_reduce.choose_protocol(None, a, arch, group) for a in sums]
     assert chosen == [(launches, "")] * most + [(flagged, "")] * (32 - most)
 
 

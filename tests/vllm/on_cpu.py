@@ -140,7 +140,7 @@ class OverGloo:
         self.launched += 1
         sends_fp8 = self.wire(None, x) == wire.FP8
         total = (
-            wire.summed(parts, self.arch.fp8_dtype) if sends_fp8 else sum(part.float() for part in parts).to(x.dtype)
+            wire.fp8_sum(parts, self.arch.fp8_dtype) if sends_fp8 else sum(part.float() for part in parts).to(x.dtype)
         )
         if self.flips:
             total.view(torch.int16)[0, 0] ^= 1

@@ -118,11 +118,11 @@ def experts(torch, recipe: Recipe, config) -> str:
 
 def router(torch, recipe: Recipe, config) -> str:
     """Return the part for routers: the op with vLLM's gate, in a decode step of a model that vLLM builds in another process."""
-    from vllm_rocm_ops.models import asking
     from vllm_rocm_ops.models import config as model_config
+    from vllm_rocm_ops.models import vllm_launches
 
     arch = torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]
-    blocks = asking.asked(model_config.read(recipe.gated), 1, None, arch)["blocks"]
+    blocks = vllm_launches.ask_vllm(model_config.read(recipe.gated), 1, None, arch)["blocks"]
     named = {launch[0]: launch for _, block in blocks for launch in block}
     _, _, sizes, dtype, gate = named["router"]
     if len(sizes) == 2 and named["routing"][2] and dtype == "float32":

@@ -183,7 +183,7 @@ def test_layers_that_stay_vllms(why, caplog):
         path, value = changed
         holder, _, name = path.rpartition(".")
         setattr(layer.get_submodule(holder), name, torch.nn.Parameter(value) if value is not None else None)
-    expert_support.say_refused.cache_clear()
+    expert_support.log_unsupported.cache_clear()
     with caplog.at_level("INFO"):
         assert not found(layer)
     assert said in caplog.text and ("gates of shared experts stay on vLLM's kernels" in caplog.text) == bool(said)

@@ -718,7 +718,7 @@ def test_unsupported_layers_stay_vllms(monkeypatch):
     def plugin_serves(shared_by_aiter: bool = False, **options) -> bool:
         asked = config(**options)
         asked.aiter_fmoe_shared_expert_enabled = shared_by_aiter  # vLLM sets it from its environment
-        return experts.first_of(fp8_experts.PLUGIN_EXPERTS, asked, *scheme("block")) is not None
+        return experts.first_supported(fp8_experts.PLUGIN_EXPERTS, asked, *scheme("block")) is not None
 
     assert plugin_serves()
     assert not plugin_serves(shared_by_aiter=True)
@@ -767,7 +767,7 @@ def test_int4_layers_are_refused_with_a_reason(options, why, monkeypatch):
     """They stay vLLM's, which here is asked without its probe of the CPU."""
     said, cpu = [], cpu_moe.CPUExpertsInt4
     supports(monkeypatch, cpu)
-    monkeypatch.setattr(wna16_experts, "say_refused", said.append)
+    monkeypatch.setattr(wna16_experts, "log_unsupported", said.append)
     assert select_int4("int4_32")[1] is wna16_experts.PLUGIN_EXPERTS[0]
     assert select_int4("int4_32", **options)[1] is not wna16_experts.PLUGIN_EXPERTS[0]
     assert said == ([why] if why else [])  # LoRA is vLLM's own rule
@@ -778,7 +778,7 @@ def test_quarks_int4_experts_are_served(monkeypatch):
     of = {group: {"weight": {"dtype": "int4", "group_size": group, "symmetric": True}} for group in (64, 128)}
     said, cpu = [], cpu_moe.CPUExpertsInt4
     supports(monkeypatch, cpu)
-    monkeypatch.setattr(wna16_experts, "say_refused", said.append)
+    monkeypatch.setattr(wna16_experts, "log_unsupported", said.append)
 
     def chosen(group: int, **layers):
         written = {"global_quant_config": of[group], "layer_quant_config": layers, "layer_type_quant_config": {}}
@@ -854,10 +854,10 @@ def test_batches_of_an_experts_tokens_are_refused_with_a_reason(backend, caplog)
     asked = config(**options), *scheme("block"), modular("block").activation_format()
     supported, why = modular("block").is_supported_config(modular("block"), *asked)
     assert not supported and f"the batched activation format of {backend}" in why
-    experts.say_refused.cache_clear()
+    experts.log_unsupported.cache_clear()
     with caplog.at_level("INFO"):
         for _ in range(2):
-            assert experts.first_of(fp8_experts.PLUGIN_EXPERTS, *asked[:3]) is None
+            assert experts.first_supported(fp8_experts.PLUGIN_EXPERTS, *asked[:3]) is None
     assert caplog.text.count("experts stay on vLLM's kernels") == 1
 
 
@@ -936,7 +936,7 @@ def test_with_aiter_asked_for_its_experts_are_the_baseline(baseline, kind, monke
 
         assert fp8.select_fp8_moe_backend(config(), *keys)[0].name == "AITER"
     unaligned = config(intermediate_size=48 if kind != "bf16" else 24)
-    assert experts.first_of(select_from.PLUGIN_EXPERTS, unaligned, *keys) is None
+    assert experts.first_supported(select_from.PLUGIN_EXPERTS, unaligned, *keys) is None
     monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: False)
     assert select(kind) is not aiter(kind)
 
@@ -1000,7 +1000,7 @@ def test_shared_experts_that_aiter_fuses(baseline, kind, monkeypatch):
     assert config().aiter_fmoe_shared_expert_enabled
     assert select(kind) is aiter(kind)
     spread = config(**parallel(use_ep=True, ep_size=2))
-    assert experts.first_of(fp8_experts.PLUGIN_EXPERTS, spread, *scheme(kind)) is None
+    assert experts.first_supported(fp8_experts.PLUGIN_EXPERTS, spread, *scheme(kind)) is None
     _, why = aiter(kind).is_supported_config(aiter(kind), spread, *scheme(kind), STANDARD)
     assert "shared experts that AITER fuses, with expert parallelism: each rank adds them for its part" in why
     layer, routed_experts = Layer(kind), EXPERTS - 1

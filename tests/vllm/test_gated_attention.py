@@ -184,7 +184,7 @@ def test_the_op_writes_what_vllms_layers_do(made, monkeypatch, sections, served)
     q, k, v = one.parts(qkv)
     outs = [torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in (q, k)]
     rotary = block.attention.rotary_emb
-    angles = one.of_model(positions), rotary.cos_sin_cache, rotary.is_neox_style
+    angles = one.model_positions(positions), rotary.cos_sin_cache, rotary.is_neox_style
     rope_and_cache.attention_front(q, k, v, *one.weights(), *angles, *outs, *one.traits[:1], *one.traits.sections, "a")
     for ours, theirs in zip((*outs, cache), wanted):
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=2**-6, atol=2**-6)

@@ -12,8 +12,8 @@ from marks import full
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs
-from vllm_rocm_ops.models import asking, layers
 from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers, vllm_launches
 from vllm_rocm_ops.tools import cli, explain
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -120,7 +120,7 @@ def test_explain_names_what_vllm_runs(capsys):
     lines = capsys.readouterr().out.splitlines()
     [experts] = [line for line in lines if line.startswith("experts ")]
     assert experts.split()[1:3] == ["62", "1"] and experts.endswith("vLLM's kernel (TritonExperts)")
-    assert lines[-1] == f"layers as vLLM {asking.installed()} builds them"
+    assert lines[-1] == f"layers as vLLM {vllm_launches.installed_version()} builds them"
     assert len([line for line in lines if "whose squares vLLM sums over" in line]) == 2
 
 
@@ -139,26 +139,30 @@ def test_norms_over_all_heads_of_one_rank():
     [("tiny-deepseek-v3-fp8", "gfx942"), ("tiny-deepseek-v3-fp8", "gfx950"), ("tiny-deepseek-v3", "gfx942")],
 )
 def test_a_shipped_list_is_what_vllm_says(name, arch):
-    """`python -m vllm_rocm_ops.models.asking` writes the lists again, for the installed vLLM."""
+    """`python -m vllm_rocm_ops.models.vllm_launches` writes the lists again, for the installed vLLM."""
     config = model_config.read(name)
     known = json.loads((model_config.SHIPPED / name / "launches.json").read_text())
-    assert known["vllm"] == asking.installed()
+    assert known["vllm"] == vllm_launches.installed_version()
     for tp, ep in ((1, None), (2, None), (2, 2), (1, 4)):
-        assert asking.asked(config, tp, ep, arch)["blocks"] == asking.unpacked(known, asking.key(tp, ep))
+        assert vllm_launches.ask_vllm(config, tp, ep, arch)["blocks"] == vllm_launches.expand(
+            known, vllm_launches.step_key(tp, ep)
+        )
 
 
 def test_vllm_says_the_list_of_a_model_that_sees(name="qwen3.5-397b-a17b-fp8"):
     """Its language layers are asked without torchvision, too, and without a vision model in a process of vLLM's."""
     config = model_config.read(name)
-    assert asking.asked(config, 8, None, "gfx942")["blocks"] == asking.blocks(config, 8, None, "gfx942")
+    assert vllm_launches.ask_vllm(config, 8, None, "gfx942")["blocks"] == vllm_launches.blocks(
+        config, 8, None, "gfx942"
+    )
 
 
 def test_lists_have_steps_of_every_shipped_model():
-    assert len(asking.shipped()) == len(model_config.shipped())
-    for known in asking.shipped().values():
+    assert len(vllm_launches.shipped()) == len(model_config.shipped())
+    for known in vllm_launches.shipped().values():
         assert (
             "TP 1" in known["steps"]
-            and asking.written(known).count("\n") == len(known["launches"]) + len(known["steps"]) + 3
+            and vllm_launches.to_json(known).count("\n") == len(known["launches"]) + len(known["steps"]) + 3
         )
         assert all(op is None or hasattr(ops, op) for _, op, *_ in known["launches"])
 
@@ -166,33 +170,33 @@ def test_lists_have_steps_of_every_shipped_model():
 def test_a_list_is_read_without_vllm_and_refuses_other_steps(monkeypatch):
     """A list of another vLLM than the installed one is not read."""
     config = model_config.read("deepseek-v3")
-    assert asking.list_of(config, 8, None)
-    monkeypatch.setattr(asking, "installed", lambda: "0.1.0")
-    assert asking.list_of(config, 8, None) is None
-    monkeypatch.setattr(asking, "installed", lambda: None)
+    assert vllm_launches.shipped_list(config, 8, None)
+    monkeypatch.setattr(vllm_launches, "installed_version", lambda: "0.1.0")
+    assert vllm_launches.shipped_list(config, 8, None) is None
+    monkeypatch.setattr(vllm_launches, "installed_version", lambda: None)
     started = time.monotonic()
-    assert asking.blocks(config, 8, None, "gfx942") and time.monotonic() - started < 5
+    assert vllm_launches.blocks(config, 8, None, "gfx942") and time.monotonic() - started < 5
     with pytest.raises(
         ValueError, match="needs vLLM, which says what it builds for TP 3; its list has TP 1, TP 1 EP 1"
     ):
-        asking.blocks(config, 3, None, "gfx942")
+        vllm_launches.blocks(config, 3, None, "gfx942")
     with pytest.raises(ValueError, match=r"needs vLLM, which says what it builds for TP 1$"):
-        asking.blocks(config | {"num_hidden_layers": 5}, 1, None, "gfx942")
+        vllm_launches.blocks(config | {"num_hidden_layers": 5}, 1, None, "gfx942")
 
 
 def test_a_process_that_ends_is_an_error_with_its_last_words(monkeypatch, tmp_path):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho first >&2\necho RuntimeError: no kernels >&2\n")
     program.chmod(0o755)
-    monkeypatch.setattr(asking.sys, "executable", str(program))
-    assert asking.Builder("gfx942").ask({}) == {"error": "vLLM could not be asked: RuntimeError: no kernels"}
+    monkeypatch.setattr(vllm_launches.sys, "executable", str(program))
+    assert vllm_launches.Builder("gfx942").ask({}) == {"error": "vLLM could not be asked: RuntimeError: no kernels"}
 
 
 @full
 def test_an_architecture_without_kernels_is_refused():
     """By the seams, once vLLM is imported. test_selection.py tests their message by default."""
     with pytest.raises(ValueError, match="vLLM could not be asked: RuntimeError: this GPU is not supported"):
-        asking.asked(model_config.read("tiny-llama"), 1, None, "gfx90a")
+        vllm_launches.ask_vllm(model_config.read("tiny-llama"), 1, None, "gfx90a")
 
 
 FOR_CUDA = """
@@ -216,8 +220,8 @@ def test_a_package_without_kernels_for_the_simulated_gpu_answers(monkeypatch, tm
             (package / path.name).symlink_to(path)
     (tmp_path / "sitecustomize.py").write_text(FOR_CUDA)
     monkeypatch.chdir(tmp_path)  # where the process looks first
-    monkeypatch.setattr(asking.vllm_rocm_ops, "__file__", str(package / "__init__.py"))
-    builder = asking.Builder("gfx950")
+    monkeypatch.setattr(vllm_launches.vllm_rocm_ops, "__file__", str(package / "__init__.py"))
+    builder = vllm_launches.Builder("gfx950")
     answer = builder.ask({"config": model_config.read("tiny-llama"), "tp": 1, "ep": None})
     builder.end()
     ops_of = {name for _, block in answer["blocks"] for _, name, *_ in block}
@@ -225,5 +229,5 @@ def test_a_package_without_kernels_for_the_simulated_gpu_answers(monkeypatch, tm
 
 
 def test_the_installed_vllm_is_found_without_importing_it():
-    code = "import sys; from vllm_rocm_ops.models import asking; asking.installed(); sys.exit('vllm' in sys.modules)"
+    code = "import sys; from vllm_rocm_ops.models import vllm_launches; vllm_launches.installed_version(); sys.exit('vllm' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -101,7 +101,7 @@ def test_what_was_measured_to_be_faster_serves(measured, what):
 class Layer(torch.nn.Module):
     """The parts of vLLM's layer that the plugin uses."""
 
-    rocm_ops_front = indexer = None
+    rocm_ops_pre_attention = indexer = None
     fuse_qkv_rmsnorm = is_sparse = False
     kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, qk_head_dim, num_heads = KV, ROPE, NOPE, NOPE + ROPE, HEADS
 
@@ -147,13 +147,13 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
     for is_column_major in (False, True) if kind == "block" else (False,):
         if layer.q_b_proj is not None:
             layer.q_b_proj.vllm_rocm_ops_column_major_scales = is_column_major
-        front = mla_pre_attention.MlaPreAttention(layer, COMPILED)
+        pre_attention = mla_pre_attention.MlaPreAttention(layer, COMPILED)
         traits = f" {kind}" * (kind not in ("", "none")) + " column-major" * is_column_major
         sizes, cache = f"{0 if kind == 'none' else Q}+{KV}+{ROPE}", "fp8" if fp8 else "auto"
-        assert str(front.key) == f"{OP.name} {sizes} bfloat16 {cache}{traits} compiled"
-        parameters = (front.sizes[0], KV), ROPE, kind or "none"
-        assert front.key.shape in mla_pre_attention.shapes_of(parameters, torch.bfloat16)
-        require_near(front)
+        assert str(pre_attention.key) == f"{OP.name} {sizes} bfloat16 {cache}{traits} compiled"
+        parameters = (pre_attention.sizes[0], KV), ROPE, kind or "none"
+        assert pre_attention.key.shape in mla_pre_attention.shapes_of(parameters, torch.bfloat16)
+        require_near(pre_attention)
 
 
 @pytest.mark.usefixtures("configuration")
@@ -209,18 +209,18 @@ def found(configuration, monkeypatch):
 
 def test_it_serves_compiled_models_that_vllm_does_not_fuse(found):
     """It serves these, or if forced, unless vLLM's pass fuses rotation and write. Kernels must support the sizes."""
-    [front] = found(layer := Layer())
-    assert str(front.key).endswith(" block compiled") and not front.runs_unmeasured()
+    [pre_attention] = found(layer := Layer())
+    assert str(pre_attention.key).endswith(" block compiled") and not pre_attention.runs_unmeasured()
     for takes in (True, False):
-        front.take(takes)
-        assert layer.rocm_ops_front is (front if takes else None)
+        pre_attention.take(takes)
+        assert layer.rocm_ops_pre_attention is (pre_attention if takes else None)
     assert found(Layer(), compiles=False) == []
     forced = Layer()
     forced.mla_attn.impl.rocm_ops.is_forced = True
-    [front] = found(forced, compiles=False)
-    assert str(front.key).endswith(" block eager") and front.runs_unmeasured()
-    front.take(False)
-    assert forced.rocm_ops_front is front
+    [pre_attention] = found(forced, compiles=False)
+    assert str(pre_attention.key).endswith(" block eager") and pre_attention.runs_unmeasured()
+    pre_attention.take(False)
+    assert forced.rocm_ops_pre_attention is pre_attention
     assert found(Layer(), splits=False, fused=True) == [] and len(found(Layer(), splits=False)) == 1
     assert len(found(Layer(), fused=True)) == 1
 
@@ -249,7 +249,7 @@ class Projection(torch.nn.Module):
 
 
 class Whole(Layer):
-    """A layer with its projections, as of_wrapper expects it."""
+    """A layer with its projections, as wrapper_class expects it."""
 
     v_head_dim, g_proj = 8, None
 
@@ -276,8 +276,8 @@ class Whole(Layer):
 def test_attention_gets_the_results_of_the_fused_launch(configuration, monkeypatch, kind, fp8):
     """Attention gets rotated queries and the op's results, and q_b_proj its quantized result."""
     generator, seen = torch.Generator().manual_seed(1), {}
-    layer = mla_norms.of_wrapper(type("Theirs", (Whole,), {}))(kind, fp8)
-    layer.rocm_ops_front = one = mla_pre_attention.MlaPreAttention(layer, EAGER)
+    layer = mla_norms.wrapper_class(type("Theirs", (Whole,), {}))(kind, fp8)
+    layer.rocm_ops_pre_attention = one = mla_pre_attention.MlaPreAttention(layer, EAGER)
     x = torch.randn(3, 32, generator=generator).bfloat16()
     positions, slots = torch.tensor([5, 0, 9]), torch.tensor([2, 4])  # of a batch that is padded
     cache = torch.zeros(2, 3, KV + ROPE, dtype=torch.uint8 if fp8 else torch.bfloat16)
@@ -318,7 +318,7 @@ def test_attention_gets_the_results_of_the_fused_launch(configuration, monkeypat
     assert torch.equal(seen["q"], last.forward(last.given)[0].view(3, HEADS, NOPE + ROPE)), "attention rotates them"
     assert queries.angles == (positions, *one.angles())
     assert layer(positions, x, torch.ones(1)) == "vLLM's"
-    layer.rocm_ops_front = None
+    layer.rocm_ops_pre_attention = None
     assert layer(positions, x) == "vLLM's"
 
 
@@ -329,11 +329,11 @@ def test_a_run_without_a_cache_writes_none():
     qkv, *_ = one.inputs(3, 0)
     _, kv, k_pe, _ = one.outputs(qkv)
     for slots, cache in ((None, torch.empty(1, 1, KV + ROPE)), (torch.zeros(3, dtype=torch.int64), torch.empty(0))):
-        got, none, scale = mla_norms.cache_of(layer.mla_attn, cache, slots, qkv, kv, k_pe)
+        got, none, scale = mla_norms.step_cache(layer.mla_attn, cache, slots, qkv, kv, k_pe)
         assert got.shape == (1, 1, KV + ROPE) and len(none) == 0 and scale is None
     cache = torch.empty(4, 16, KV + ROPE, dtype=torch.bfloat16)
     slots = torch.arange(8)  # of a batch that is padded
-    assert mla_norms.cache_of(layer.mla_attn, cache, slots, qkv, kv, k_pe)[1].tolist() == [0, 1, 2]
+    assert mla_norms.step_cache(layer.mla_attn, cache, slots, qkv, kv, k_pe)[1].tolist() == [0, 1, 2]
 
 
 @pytest.mark.usefixtures("configuration")

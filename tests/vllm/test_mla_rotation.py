@@ -102,7 +102,7 @@ def step(one: mla_rotation.QueryRotation, decode: int, prefill: int, padding: in
     generator, rows = torch.Generator().manual_seed(3), decode + prefill + padding
     q = torch.randn(rows, HEADS, one.nope + ROPE, generator=generator).bfloat16()
     positions = torch.randint(0, 64, (rows,), generator=generator)
-    one.angles = positions, *one.front.angles()
+    one.angles = positions, *one.pre_attention.angles()
     run(one, q.clone(), decode, prefill)
     return q, positions
 
@@ -163,7 +163,7 @@ def test_a_step_that_has_no_angles_is_vllms(launched):
     launched.clear()
     q = before.clone()
     run(one, q, 2, 0)
-    one.angles = positions, *one.front.angles()
+    one.angles = positions, *one.pre_attention.angles()
     run(one, q, 2, 0, runs=False)
     assert torch.equal(q, before) and launched == [] and one.angles is None
 
@@ -215,10 +215,10 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("what", UNSUPPORTED)
 def test_unsupported_layers_are_not_served(what):
     layer = Layer()
-    front = mla_pre_attention.MlaPreAttention(layer, COMPILED)
-    assert len([*mla_rotation.rotations(front, COMPILED, torch.bfloat16)]) == 1
+    pre_attention = mla_pre_attention.MlaPreAttention(layer, COMPILED)
+    assert len([*mla_rotation.rotations(pre_attention, COMPILED, torch.bfloat16)]) == 1
     change(layer.mla_attn, *UNSUPPORTED[what])
-    assert [*mla_rotation.rotations(front, COMPILED, torch.bfloat16)] == []
+    assert [*mla_rotation.rotations(pre_attention, COMPILED, torch.bfloat16)] == []
     assert len([*mla_rotation.unsupported_features(layer.mla_attn)]) == 1
 
 
@@ -228,8 +228,8 @@ def test_kernels_must_take_the_sizes(monkeypatch):
     monkeypatch.setattr(seam, "arch_here", lambda platform: archs.named("gfx942").name)
     monkeypatch.setattr("vllm_rocm_ops.vllm.linear.base.launches.not_loaded", lambda *_: "")
     for nope, dtype, served in ((NOPE, torch.bfloat16, 1), (64, torch.bfloat16, 0), (NOPE, torch.float16, 0)):
-        front = mla_pre_attention.MlaPreAttention(Layer(nope), COMPILED)
-        assert len([*mla_rotation.rotations(front, COMPILED, dtype)]) == served
+        pre_attention = mla_pre_attention.MlaPreAttention(Layer(nope), COMPILED)
+        assert len([*mla_rotation.rotations(pre_attention, COMPILED, dtype)]) == served
 
 
 @pytest.mark.usefixtures("configuration")

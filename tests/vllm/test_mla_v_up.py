@@ -46,7 +46,7 @@ def call(layer: Layer, decode: int, rows: int, column_major: bool = False, padde
     output = torch.full((padded, HEADS * SIZE), torch.nan).to(torch.float8_e4m3fn)
     scales = torch.full((HEADS, padded) if column_major else (padded, HEADS), torch.nan)
     scales = scales.t() if column_major else scales
-    forward = mla_v_up.forward_of(Layer.forward_impl)
+    forward = mla_v_up.with_quantized_output(Layer.forward_impl)
     rest = latent, latent, latent, latent, metadata
     assert forward(layer, *rest, output=output, output_block_scale=scales, **more) is output
     plain = latent.new_zeros(padded, HEADS * SIZE)
@@ -108,7 +108,11 @@ def test_an_unquantized_call_of_an_adopted_layer_stays(configuration):
     """So do quantizations of vLLM's own pass, which has the group's size, and ones with a static scale."""
     layer, latent = adopted(), torch.ones(4, HEADS, LATENT).bfloat16()
     metadata = Fake(num_decode_tokens=0, num_actual_tokens=4)
-    forward, plain, scale = mla_v_up.forward_of(Layer.forward_impl), torch.zeros(4, HEADS * SIZE), torch.ones(1)
+    forward, plain, scale = (
+        mla_v_up.with_quantized_output(Layer.forward_impl),
+        torch.zeros(4, HEADS * SIZE),
+        torch.ones(1),
+    )
     for scales in ((None, None, {}), (scale, None, {}), (None, scale, {"quant_group_size": 128})):
         given = {"output_scale": scales[0], "output_block_scale": scales[1], **scales[2]}
         forward(layer, latent, latent, latent, latent, metadata, output=plain, **given)
@@ -119,7 +123,9 @@ def test_an_unquantized_call_of_an_adopted_layer_stays(configuration):
 def test_the_profile_run_has_scales_to_multiply_by(configuration):
     output, scales = torch.ones(4, HEADS * SIZE).to(torch.float8_e4m3fn), torch.zeros(4, HEADS)
     given = (torch.ones(4, HEADS, LATENT),) * 4
-    mla_v_up.forward_of(Layer.forward_impl)(adopted(), *given, None, output=output, output_block_scale=scales)
+    mla_v_up.with_quantized_output(Layer.forward_impl)(
+        adopted(), *given, None, output=output, output_block_scale=scales
+    )
     assert (scales == 1).all() and (output.float() == 0).all()
 
 

@@ -408,7 +408,7 @@ class OtherRouter(GroupedTopKRouter):
     ids=lambda given: given[0],
 )
 def test_other_routers_stay(router, caplog):
-    expert_support.say_refused.cache_clear()
+    expert_support.log_unsupported.cache_clear()
     with caplog.at_level("INFO"):
         layer = ByRouter(router[1]())
         routing_gate.adopt([layer])

@@ -21,7 +21,7 @@ from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import compat, coverage, seam
 from vllm_rocm_ops.vllm.moe import expert_support, mxfp4_experts
-from vllm_rocm_ops.vllm.moe.expert_support import say_refused
+from vllm_rocm_ops.vllm.moe.expert_support import log_unsupported
 from vllm_rocm_ops.vllm.selection import comparison, kernel_selection
 
 BACKENDS = mxfp4.Mxfp4MoeBackend
@@ -113,7 +113,7 @@ class Held:
         module.quant_method, module.w13_weight = Fake(moe_kernel=self.kernel), self.weights[0]
         assert expert_support.first_weight(module).shape == self.layer.w1.shape
         [(kind, taken, what)] = coverage.layers(module)
-        assert kind == "layers of experts" and taken == (expert_support.held_by(module) is not None)
+        assert kind == "layers of experts" and taken == (expert_support.serving_experts(module) is not None)
         assert what == ("Fake" if taken else f"Fake, {self.experts.refused}")  # which `doctor` prints
         return taken
 
@@ -156,7 +156,7 @@ def test_weights_are_read_where_vllms_experts_hold_them(routes, padded, monkeypa
     one = Held(monkeypatch, routes, padded=padded)
     close(*one.call())
     assert one.calls == []
-    w1, w2 = one.experts.readable(*one.weights)
+    w1, w2 = one.experts.op_weights(*one.weights)
     assert (w1.data_ptr(), w2.data_ptr()) == (one.layer.w1.data_ptr(), one.layer.w2.data_ptr())
     assert w1.shape == one.layer.w1.shape and one.experts.w1_scale.shape == (EXPERTS, 2 * INNER, w1.shape[2] // 16)
     kept = one.layer.quant_config._w1.scale.weight_scale.storage.data
@@ -213,7 +213,7 @@ def test_kernels_take_what_vllms_experts_hold(monkeypatch):
 @pytest.mark.parametrize("routes", [False, True])
 def test_weights_in_another_order_stay_vllms(routes, monkeypatch):
     said = []
-    monkeypatch.setattr(mxfp4_experts, "say_refused", said.append)
+    monkeypatch.setattr(mxfp4_experts, "log_unsupported", said.append)
     one = Held(monkeypatch, routes, layout=HopperMXValueLayout())
     for _ in range(2):
         close(*one.call())
@@ -304,7 +304,7 @@ def test_layers_stay_vllms(options, said, rocm, monkeypatch):
     fused, *_ = OTHERS
     reasons = []
     for module in (mxfp4_experts, mxfp4_experts.experts):
-        monkeypatch.setattr(module, "say_refused", reasons.append)
+        monkeypatch.setattr(module, "log_unsupported", reasons.append)
     assert rocm(fused, **options) == (BACKENDS.TRITON, fused)
     assert [reason.startswith(said) for reason in reasons] == ([True] if said else [])
 
@@ -329,8 +329,8 @@ def test_a_named_backend_is_kept(rocm, monkeypatch):
 def test_bf16_tokens_beside_emulation_are_said(rocm, caplog):
     """A checkpoint that asks for 4-bit tokens gets bf16 ones, which generates other text than vLLM's emulation."""
     *_, emulation = OTHERS
-    mxfp4_experts.say_bf16_tokens.cache_clear()
-    say_refused.cache_clear()
+    mxfp4_experts.warn_bf16_tokens.cache_clear()
+    log_unsupported.cache_clear()
     with caplog.at_level("WARNING"):
         for _ in range(2):
             key = mxfp4.kMxfp4Dynamic

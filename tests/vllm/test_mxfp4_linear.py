@@ -72,7 +72,7 @@ def quark(monkeypatch):
     monkeypatch.setattr(mxfp4, "has_quark", lambda: True, raising=False)
 
     def dequantized(weight, scale, dtype):
-        return mx_weights.numbers(weight, scale, torch.arange(len(weight))).to(dtype)
+        return mx_weights.dequantize_rows(weight, scale, torch.arange(len(weight))).to(dtype)
 
     monkeypatch.setattr(mxfp4, "dequant_mxfp4", dequantized)
     monkeypatch.setitem(mxfp4._ACTIVATION_QUANT_DEQUANT_FUNCS, mxfp4.kMxfp4Dynamic, torch.round)
@@ -183,10 +183,10 @@ def test_a_copy_that_the_user_asks_for_is_vllms(kind, monkeypatch):
     """By default vLLM copies MXFP8 weights, and the plugin does not."""
     plugin = plugin_for(kind)
     assert plugin.is_supported()[0]
-    monkeypatch.setenv(mx_weights.COPIES[kind], "1")
+    monkeypatch.setenv(mx_weights.DEQUANT_AT_LOAD[kind], "1")
     supported, why = plugin.is_supported()
-    assert not supported and mx_weights.COPIES[kind] in why
-    monkeypatch.setenv(mx_weights.COPIES[kind], "0")
+    assert not supported and mx_weights.DEQUANT_AT_LOAD[kind] in why
+    monkeypatch.setenv(mx_weights.DEQUANT_AT_LOAD[kind], "0")
     assert plugin.is_supported()[0]
 
 

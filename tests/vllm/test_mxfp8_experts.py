@@ -94,7 +94,7 @@ def test_kernels_read_packed_weights(rest, monkeypatch):
 
 def test_a_release_whose_emulation_has_no_copies_makes_them_itself(monkeypatch):
     """One without the variable would scale a copy again."""
-    monkeypatch.setattr(mx_weights, "multiplies_copies", lambda quantization: False)
+    monkeypatch.setattr(mx_weights, "emulation_reads_bf16", lambda quantization: False)
     by_reference(monkeypatch, ops.mx_dequantize)
     one = Held(monkeypatch)
     close(*one.call(MANY))
@@ -130,7 +130,7 @@ def test_a_wrong_result_is_found(monkeypatch):
 def test_weights_with_nan_are_vllms(monkeypatch):
     """gfx942's kernels would read 480."""
     said = []
-    monkeypatch.setattr(mxfp8_experts, "say_refused", said.append)
+    monkeypatch.setattr(mxfp8_experts, "log_unsupported", said.append)
     one = Held(monkeypatch, nan=True)
     by_reference(monkeypatch, ops.fused_experts, ops.mx_dequantize)
     one.call()
@@ -167,7 +167,7 @@ def test_layers_that_vllm_emulates_are_the_plugins(rocm):
 def test_layers_stay_vllms(options, said, rocm, monkeypatch):
     reasons = []
     for module in (mxfp8_experts, mxfp8_experts.experts):
-        monkeypatch.setattr(module, "say_refused", reasons.append)
+        monkeypatch.setattr(module, "log_unsupported", reasons.append)
     assert rocm(**options) == (BACKENDS.EMULATION, EMULATION)
     assert {reason.startswith(said) for reason in reasons} == ({True} if said else set())
 
@@ -181,7 +181,7 @@ def test_experts_of_other_ranks_are_served(rocm, balanced):
 
 def test_copies_that_the_user_asks_for_are_vllms(rocm, monkeypatch):
     for asked in ("1", "0"):
-        monkeypatch.setenv(mx_weights.COPIES["mxfp8"], asked)
+        monkeypatch.setenv(mx_weights.DEQUANT_AT_LOAD["mxfp8"], asked)
         assert (rocm()[1] is plugin()) is (asked == "0")
 
 

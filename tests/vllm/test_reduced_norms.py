@@ -43,7 +43,7 @@ class Doubled:
 
     def __call__(self, op, *args):
         self.calls[op.name] += 1
-        x, *rest = launches.summed_input(op, args)
+        x, *rest = launches.with_addend(op, args)
         return op(2 * x, *rest)
 
     def sum(self, x):

@@ -276,7 +276,7 @@ def test_gates_that_stay(why):
 )
 def test_gates_that_stay_are_said_with_the_reason_once(why, said, caplog):
     options, change = STAY[why]
-    expert_support.say_refused.cache_clear()
+    expert_support.log_unsupported.cache_clear()
     with caplog.at_level("INFO"):
         for _ in range(2):
             layer = Moe(**options)

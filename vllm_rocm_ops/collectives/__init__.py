@@ -1,10 +1,10 @@
 """Run collectives between the ranks of a group, fused with the ops that follow them."""
 
 from vllm_rocm_ops.collectives import flagged, launches
-from vllm_rocm_ops.collectives.one_shot import OneShotAllReduce, RankMissing
+from vllm_rocm_ops.collectives.all_reduce import AllReduce, RankMissing
 from vllm_rocm_ops.collectives.peers import agree, create, in_process
 
-__all__ = ["OneShotAllReduce", "RankMissing", "agree", "create", "in_process", "kernels"]
+__all__ = ["AllReduce", "RankMissing", "agree", "create", "in_process", "kernels"]
 
 
 def kernels() -> dict[str, set[str]]:

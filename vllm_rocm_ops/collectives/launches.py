@@ -1,7 +1,7 @@
-"""Plan the launches of csrc/collectives/all_reduce.h, which sum rows of all ranks and normalize them.
+"""Plan the one-shot launches of csrc/collectives/all_reduce.h, which sum rows of all ranks and normalize them.
 
-`Sum` (no op) and the norms of ops/rms_norm.py may follow an all-reduce; `a` is the named tuple of that op's arguments, with this
-rank's `input`.
+No op, or a norm of ops/rms_norm.py, may follow the sum. `a` is the named tuple of that op's arguments with this rank's `input`
+[..., hidden]; without an op it is a `Sum`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vllm_rocm_ops.ops.shared import rowwise
 RANKS = range(2, 9)
 MAX_RANKS = RANKS[-1]
 HEADER_BYTES = 128  # per inbox
-BUFFERS, SLOTS = 2, MAX_RANKS + 1  # per inbox: one slot per rank, and one for its owner's blocks
-WORD_BYTES, VALUES_IN_WORD = 8, 2  # a word has two 16-bit values and its epoch
+BUFFERS, SLOTS = 2, MAX_RANKS + 1  # per inbox; slots: one per rank, and one for the blocks of the inbox's own rank
+WORD_BYTES, VALUES_IN_WORD = 8, 2  # a word has two 16-bit values and a 32-bit epoch
 CAPACITY = 512 * 1024 // 2 // VALUES_IN_WORD
 """Words per call: on two H200 stages (flagged.py) are faster from 1 MiB of values on, on MI300X from about 128 KiB (predicted)."""
 MAX_BLOCK_THREADS, MAX_ROW_THREADS = 512, 1024
-KERNEL_RANKS = (2, 4, 8)  # most ranks of a kernel
+KERNEL_RANKS = (2, 4, 8)  # the largest group of each kernel
 CHUNKS = (1, 2)  # vectors per thread
 PARTS = (1, 2, 4, 8)
 LARGEST_HIDDEN = MAX_ROW_THREADS * CHUNKS[-1] * rowwise.VECTOR
@@ -46,7 +46,8 @@ MODULES = {
     "rms_norm_and_per_block_quant": PER_GROUP,
 }
 """The file in csrc/ops, by op."""
-BOTH = ops.rms_norm_and_per_block_quant
+NORM_AND_QUANT = ops.rms_norm_and_per_block_quant
+"""The op whose results have the norm beside its quantization."""
 NORMS: dict[str, Op] = {name: getattr(ops, name) for name in MODULES}
 NAMES = (SUM, *(f"{SUM}_{name}" for name in NORMS))
 """The launches, as a machine's record names them."""
@@ -62,9 +63,17 @@ class Sum(NamedTuple):
 class Group:
     """A rank's view of its group.
 
-    It has the addresses of all inboxes, of this rank's counters and of the host's `report` word; `blocks` is the limit of resident
-    blocks per launch, `capacity` is in words. Launches of flagged.py have counters of their own and `payload` bytes per buffer of an
-    inbox; without any there are none. They send FP8 above `capacity` if `wire` says so (wire.py).
+    Attributes:
+        rank: This rank.
+        inboxes: The addresses of all ranks' inboxes.
+        counters: The address of this rank's counters for one-shot launches.
+        report: The address of the word in host memory that receives errors.
+        blocks: The most resident blocks of a launch.
+        limit_us: The time limit of a wait for a rank.
+        capacity: Words per call in one shot.
+        flagged_counters: The address of this rank's counters for launches of flagged.py.
+        payload: Bytes per buffer of an inbox for launches of flagged.py, 0 if there are none.
+        wire: The wire format of calls with more values than `capacity` (wire.py).
     """
 
     rank: int
@@ -107,7 +116,7 @@ class Config:
     threads: int
     chunks: int
     prefix = ""  # of a kernel's name
-    kernel_ranks = KERNEL_RANKS  # most ranks of its kernels
+    kernel_ranks = KERNEL_RANKS
     wire = wire.BF16
 
     def args(self, a, group: Group) -> dict[str, object]:
@@ -123,13 +132,13 @@ class Config:
         return rows, self.parts, 1
 
 
-def words_bytes(capacity: int) -> int:
+def word_slots_bytes(capacity: int) -> int:
     """Return the bytes of an inbox's header and slots of `capacity` words."""
     return HEADER_BYTES + BUFFERS * SLOTS * capacity * WORD_BYTES
 
 
 def common_rules(op: Op | None, a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    """Yield each rule of the kernels that has nothing to do with a protocol, and whether it holds."""
+    """Yield each rule that kernels of all protocols have, and whether it holds."""
     if op is None:
         yield "input is bfloat16 or float16", a.input.dtype in rowwise.ELEMENTS
     else:
@@ -153,23 +162,23 @@ def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, boo
 
 
 def configs(a, arch: Arch, group: Group) -> list[Config]:
-    """Return the configurations that fit, fewest blocks first. They differ in `parts` alone, which does not change results."""
+    """Return the configurations that fit, fewest blocks first. They differ in `parts` only, so results have the same bits."""
     vectors, rows = a.input.shape[-1] // rowwise.VECTOR, rows_of(a.input)
-    # a thread loads the words of two chunks from one peer at once
-    few = vectors <= MAX_BLOCK_THREADS or (group.ranks > 2 and vectors <= MAX_ROW_THREADS)
-    chunks = CHUNKS[0 if few else 1]
+    # With two ranks a thread can load the words of two chunks at once, so that half the threads suffice.
+    one_chunk = vectors <= MAX_BLOCK_THREADS or (group.ranks > 2 and vectors <= MAX_ROW_THREADS)
+    chunks = CHUNKS[0 if one_chunk else 1]
     threads = max(arch.wave_lanes, 1 << (-(-vectors // chunks) - 1).bit_length())
     fitting = (parts for parts in PARTS if arch.wave_lanes <= threads // parts <= MAX_BLOCK_THREADS)
     return [Config(parts, threads, chunks) for parts in fitting if rows * parts <= group.blocks]
 
 
 def cost(config: Config, a, arch: Arch, group: Group) -> float:
-    """Return the predicted microseconds of a launch, without its start."""
+    """Return the predicted microseconds of a launch, without its fixed part."""
     costs = arch.costs.collective
     row_bytes = a.input.shape[-1] // VALUES_IN_WORD * WORD_BYTES
-    wire = rows_of(a.input) * row_bytes / costs.peer_bytes_per_us(group.ranks)
-    read = (group.ranks - 1) * row_bytes / config.parts / costs.unit_bytes_per_us
-    return wire + read + (costs.exchange_us if config.parts > 1 and not isinstance(a, Sum) else 0.0)
+    link_us = rows_of(a.input) * row_bytes / costs.peer_bytes_per_us(group.ranks)
+    read_us = (group.ranks - 1) * row_bytes / config.parts / costs.unit_bytes_per_us
+    return link_us + read_us + (costs.exchange_us if config.parts > 1 and not isinstance(a, Sum) else 0.0)
 
 
 def default(a, arch: Arch, group: Group) -> Config:
@@ -179,13 +188,13 @@ def default(a, arch: Arch, group: Group) -> Config:
 
 def symbol(op: Op | None, dtype: torch.dtype, ranks: int, config: Config) -> str:
     """Return the kernel's name."""
-    most = next(most for most in config.kernel_ranks if ranks <= most)
+    kernel_ranks = next(largest for largest in config.kernel_ranks if ranks <= largest)
     norm = "" if op is None else op.name.removeprefix("fused_add_") + "_"
-    return f"all_reduce_{config.prefix}{norm}{rowwise.ELEMENTS[dtype]}_{most}_x{config.chunks}"
+    return f"all_reduce_{config.prefix}{norm}{rowwise.ELEMENTS[dtype]}_{kernel_ranks}_x{config.chunks}"
 
 
 def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group: Group) -> Launch:
-    """Return the launch. `outputs` are the op's; `normed` receives the norm before its quantization, unless they have it."""
+    """Return the launch that writes `outputs`, the op's, and to `normed` the norm before its quantization, if given."""
     vectors, rows = a.input.shape[-1] // rowwise.VECTOR, rows_of(a.input)
     args = group.args() | {
         "input": a.input,
@@ -200,7 +209,7 @@ def plan(op: Op | None, a, outputs, normed: Tensor | None, config: Config, group
         args["out"] = outputs
     else:
         residual, addend = getattr(a, "residual", None), getattr(a, "addend", None)
-        if op is BOTH:
+        if op is NORM_AND_QUANT:
             normed, outputs = outputs[0], outputs[1:]
         args |= {
             "residual": residual,
@@ -227,9 +236,9 @@ def symbols(
     """Return the kernels of these configurations and dtypes by their file in csrc/ops."""
     by_module: dict[str, set[str]] = {}
     for op in (None, *NORMS.values()):
-        for dtype, most, config in itertools.product(dtypes, KERNEL_RANKS, configs):
+        for dtype, ranks, config in itertools.product(dtypes, KERNEL_RANKS, configs):
             module = config.module(SUM if op is None else MODULES[op.name])
-            by_module.setdefault(module, set()).add(symbol(op, dtype, most, config))
+            by_module.setdefault(module, set()).add(symbol(op, dtype, ranks, config))
     return by_module
 
 
@@ -238,8 +247,8 @@ def reference(op: Op | None, inputs: list[Tensor], *args):
 
     An addend, equal on all ranks, is added to each rank's input before.
     """
-    summed = [summed_input(op, (each, *args)) for each in inputs]
-    inputs, args = [each[0] for each in summed], summed[0][1:]
+    by_rank = [with_addend(op, (each, *args)) for each in inputs]
+    inputs, args = [rank_args[0] for rank_args in by_rank], by_rank[0][1:]
     total = rowwise.exact(inputs[0])
     for each in inputs[1:]:
         total = total + rowwise.exact(each)
@@ -247,8 +256,8 @@ def reference(op: Op | None, inputs: list[Tensor], *args):
     return total if op is None else op.reference(total, *args)
 
 
-def summed_input(op: Op | None, args: tuple) -> tuple:
-    """Return an op's arguments with the addend, if there is one, added to the input."""
+def with_addend(op: Op | None, args: tuple) -> tuple:
+    """Return an op's arguments with addend_factor * addend added to the input, and the addend None."""
     a = op and op.Arguments(*args)
     if getattr(a, "addend", None) is None:
         return args

@@ -1,6 +1,6 @@
-"""Create groups of ranks, each with an inbox that all others store to.
+"""Create groups of ranks, each with an inbox that all other ranks store to.
 
-Processes exchange handles to find the inboxes; ranks of one process share them.
+Processes map each other's inboxes by IPC handles; ranks of one process share pointers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from vllm_rocm_ops.collectives import flagged, launches
 from vllm_rocm_ops.collectives import wire as wires
+from vllm_rocm_ops.collectives.all_reduce import AllReduce, limit_us
 from vllm_rocm_ops.collectives.launches import Group
-from vllm_rocm_ops.collectives.one_shot import OneShotAllReduce, limit_us
 from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core import launch as core
 
@@ -50,7 +50,7 @@ class RankMemory:
 
 
 def agree(cpu_group, act: Callable[[], object], what: str = "the ranks cannot share memory") -> list:
-    """Return an action's results by rank. Raises RuntimeError with `what` on all ranks if it fails on one."""
+    """Run `act` on all ranks and return its results by rank. Raises RuntimeError with `what` on all if it fails on one."""
     import torch.distributed as dist
 
     try:
@@ -65,8 +65,8 @@ def agree(cpu_group, act: Callable[[], object], what: str = "the ranks cannot sh
     return [value for _, value in by_rank]
 
 
-def _boot() -> str:
-    """Return the identity of the running machine, equal in its processes."""
+def _boot_id() -> str:
+    """Return an identifier of the running machine, equal in all of its processes."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname() + (path.read_text().strip() if path.exists() else "")
 
@@ -85,17 +85,17 @@ def create(
     payload: int = flagged.PAYLOAD,
     seconds: float | None = None,
     wire: str | None = None,
-) -> OneShotAllReduce:
+) -> AllReduce:
     """Create the all-reduce of a torch.distributed group. Collective.
 
     Args:
         cpu_group: A group of 2 to 8 processes on this machine, each with its own GPU.
         device: This rank's GPU.
-        all_reduce: Sums inputs of calls that no kernel supports.
-        capacity: Words per call, of two values each.
-        payload: Bytes per buffer of calls with more values, or 0 for none.
+        all_reduce: Returns the sum of all ranks' inputs, for calls that no kernel supports.
+        capacity: Words of two values per one-shot call.
+        payload: Bytes per buffer for calls with more values, in stages; 0 for none.
         seconds: Time limit of a wait for a rank, by default $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT.
-        wire: What calls with more values send, "bf16" or "fp8", by default $VLLM_ROCM_OPS_ALL_REDUCE_WIRE.
+        wire: Wire format of calls with more values, "bf16" or "fp8", by default $VLLM_ROCM_OPS_ALL_REDUCE_WIRE.
 
     Returns:
         This rank's all-reduce.
@@ -106,19 +106,19 @@ def create(
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(cpu_group), dist.get_world_size(cpu_group)
-    limit, owns, opened = limit_us(seconds), [], {}
+    limit, memories, opened = limit_us(seconds), [], {}  # this rank's memory, once made, and other ranks' inboxes
 
     def make():
         _check_ranks(ranks)
-        own = RankMemory(device, capacity, payload, wires.chosen(wire))
-        owns.append(own)
+        memory = RankMemory(device, capacity, payload, wires.resolve(wire))
+        memories.append(memory)
         return (
-            _boot(),
-            own.arch.name,
+            _boot_id(),
+            memory.arch.name,
             (capacity, payload),
-            own.wire,
+            memory.wire,
             limit,
-            own.runtime.memory_handle(device.index, own.inbox),
+            memory.runtime.memory_handle(device.index, memory.inbox),
         )
 
     def open_all(shared: list) -> None:
@@ -127,21 +127,21 @@ def create(
                 raise ValueError(f"all ranks must have one {what}, got {', '.join(map(str, values))}")
         for peer, (*_, handle) in enumerate(shared):
             if peer != rank:
-                opened[peer] = owns[0].runtime.open_memory(device.index, handle)
+                opened[peer] = memories[0].runtime.open_memory(device.index, handle)
 
     def close() -> None:
         while opened:
-            owns[0].runtime.close_memory(device.index, opened.popitem()[1])
+            memories[0].runtime.close_memory(device.index, opened.popitem()[1])
 
     def release() -> None:
-        if any(own.report[0] for own in owns):
-            return  # a rank is missing, and may still store to this memory
-        if owns:
+        if any(memory.report[0] for memory in memories):
+            return  # a missing rank may still store to this memory
+        if memories:
             torch.cuda.synchronize(device)
         agree(cpu_group, lambda: None)  # after this no launch of any rank stores
         agree(cpu_group, close)
-        for own in owns:
-            own.free()
+        for memory in memories:
+            memory.free()
 
     try:
         shared = agree(cpu_group, make)
@@ -149,10 +149,10 @@ def create(
     except RuntimeError:
         release()
         raise
-    own = owns[0]
-    inboxes = [own.inbox if peer == rank else opened[peer] for peer in range(ranks)]
-    group = own.group(rank, inboxes, 1, limit)
-    return OneShotAllReduce(group, own.arch, own.report, all_reduce=all_reduce, release=release)
+    memory = memories[0]
+    inboxes = [memory.inbox if peer == rank else opened[peer] for peer in range(ranks)]
+    group = memory.group(rank, inboxes, 1, limit)
+    return AllReduce(group, memory.arch, memory.report, all_reduce=all_reduce, release=release)
 
 
 def in_process(
@@ -163,21 +163,21 @@ def in_process(
     payload: int = flagged.PAYLOAD,
     seconds: float | None = None,
     wire: str | None = None,
-) -> list[OneShotAllReduce]:
+) -> list[AllReduce]:
     """Create all ranks of a group in this process, on one GPU. Each rank's calls go to its own stream."""
     _check_ranks(ranks)
-    limit, sent = limit_us(seconds), wires.chosen(wire)
-    owns = [RankMemory(device, capacity, payload, sent) for _ in range(ranks)]
-    inboxes = [own.inbox for own in owns]
+    limit, wire = limit_us(seconds), wires.resolve(wire)
+    memories = [RankMemory(device, capacity, payload, wire) for _ in range(ranks)]
+    inboxes = [memory.inbox for memory in memories]
 
     def release() -> None:
         torch.cuda.synchronize(device)
         if all(each.is_closed for each in group):
-            for own in owns:
-                own.free()
+            for memory in memories:
+                memory.free()
 
     group = [
-        OneShotAllReduce(own.group(rank, inboxes, ranks, limit), own.arch, own.report, release=release)
-        for rank, own in enumerate(owns)
+        AllReduce(memory.group(rank, inboxes, ranks, limit), memory.arch, memory.report, release=release)
+        for rank, memory in enumerate(memories)
     ]
     return group

@@ -1,4 +1,4 @@
-"""Check that ranks which are streams of one process and GPU run at the same time, as tests and benchmarks need."""
+"""Check that kernels of several streams of one GPU run at the same time, for tests and benchmarks whose ranks are streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_rocm_ops.collectives.one_shot import RankMissing
+from vllm_rocm_ops.collectives.all_reduce import RankMissing
 from vllm_rocm_ops.collectives.peers import in_process
 
 ENVIRONMENT = {
@@ -14,13 +14,13 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "CUDA_MODULE_LOADING": "EAGER",  # lazy loading of a kernel would wait for all kernels
 }
-"""Variables for a process, before it initializes the GPU: kernels wait for those before them in their queue, of any stream."""
+"""Variables of a process, set before it initializes the GPU. Kernels of streams that share a hardware queue run in order."""
 SECONDS = 1.0
 HIDDEN = 1024
 
 
 def check_overlap(streams: Sequence[torch.cuda.Stream], device: torch.device) -> None:
-    """Let a kernel on each stream wait for those on all others. Raises RuntimeError after a second if they do not overlap."""
+    """Run a kernel per stream that waits for all others. Raises RuntimeError after a second if they do not overlap."""
     x = torch.ones(1, HIDDEN, dtype=torch.bfloat16, device=device)
     for stream in streams:
         with torch.cuda.stream(stream):

@@ -2,7 +2,7 @@
 
 `calls(model_config.read(model), tp, ep)` lists those that are calls of the plugin's ops: linear layers; the norms and activations
 around them, with quantization for the linears that read their result (see vllm/graph/rewrite.py); routing and experts.
-`launches` has the whole step in its order. asking.py says where the answers come from.
+`launches` has the whole step in its order. vllm_launches.py says where the answers come from.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.op import Case, Op, registered
 from vllm_rocm_ops.models import arguments as model_arguments
-from vllm_rocm_ops.models import asking
+from vllm_rocm_ops.models import vllm_launches
 from vllm_rocm_ops.ops.shared import by_quantization
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 
-ARCH = asking.AMD[-1]
+ARCH = vllm_launches.AMD[-1]
 """The architecture whose kernels serve the most formats."""
 
 AROUND_ATTENTION = "attention", "W_UK", "W_UV"
@@ -134,7 +134,7 @@ def built_for(arch: Arch | None) -> str:
 @functools.lru_cache(maxsize=64)
 def _launches(config: str, tp: int, ep: int | None, arch: str, rocm_cache_layout: bool) -> list[LayerCall | Launch]:
     result: list[LayerCall | Launch] = []
-    for count, launched in asking.blocks(json.loads(config), tp, ep, arch):
+    for count, launched in vllm_launches.blocks(json.loads(config), tp, ep, arch):
         block: list[LayerCall | Launch] = []
         for layer, name, parameters, dtype_name, runs in launched:
             op, dtype = name and getattr(ops, name), getattr(torch, dtype_name)

@@ -14,17 +14,17 @@ from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op, case_maker
 from vllm_rocm_ops.core.quantization import MX_BLOCK, MX_SCALES, mx_numbers
 from vllm_rocm_ops.core.tensors import aligned, describe, row_stride
-from vllm_rocm_ops.ops.mx_gemm import FORMATS, drawn_weight
+from vllm_rocm_ops.ops.mx_gemm import FORMATS, random_weight
 from vllm_rocm_ops.ops.shared.gemm import divisor
 
 __all__ = ["mx_dequantize"]
 
-CHUNK = 8  # values of a thread
+CHUNK = 8  # values per thread
 
 
 @dataclass(frozen=True)
 class DequantizeConfig:
-    """Threads of a block; each converts eight values."""
+    """Threads per block, of which each converts eight values."""
 
     threads: int
 
@@ -82,7 +82,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _inputs(form: str, n, k, given, device, generator, fp8_dtype) -> tuple:
-    return drawn_weight(form, n, k, given, device, generator)
+    return random_weight(form, n, k, given, device, generator)
 
 
 @functools.partial(
@@ -97,7 +97,7 @@ def _inputs(form: str, n, k, given, device, generator, fp8_dtype) -> tuple:
     cases=_cases,
 )
 def mx_dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """Compute the numbers of an MX weight, rounded once.
+    """Dequantize an MX weight to bf16, rounded once.
 
     Args:
         weight: [N, K] of float8_e4m3fn, or [N, K / 2] of uint8, as for `mx_gemm`; K a multiple of 32.

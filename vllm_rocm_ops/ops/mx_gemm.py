@@ -20,14 +20,14 @@ from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
 __all__ = ["mx_gemm"]
 
 FORMATS = {torch.float8_e4m3fn: "fp8", torch.uint8: "fp4"}
-TOKENS = {"amd": (16, 64), "nvidia": (8, 16)}  # limits of kernels
-K_STEPS = 4  # whose scales one load has
-UNIT_BYTES_PER_US = 22e3  # as timing/ predicts it on MI300X
-LANE_ROWS = 4  # adjacent rows of a lane (kLaneRows of csrc/gemm/skinny/mx_weights.h); a tile has 16 lanes' rows
+TOKENS = {"amd": (16, 64), "nvidia": (8, 16)}  # token limits of the kernels
+STEPS_PER_SCALE_LOAD = 4
+UNIT_BYTES_PER_US = 22e3  # bytes of weight per compute unit and us, as timing/ predicts for MI300X
+LANE_ROWS = 4  # adjacent rows of a lane (kLaneRows of csrc/gemm/skinny/mx_weights.h); a tile has the rows of 16 lanes
 
 
-def _in_byte(a) -> int:
-    """Return the values in a byte of the weight."""
+def _values_per_byte(a) -> int:
+    """Return the weight's values per byte: 1 of e4m3, 2 of e2m1."""
     return 1 if a.weight.dtype == torch.float8_e4m3fn else 2
 
 
@@ -40,7 +40,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     holds = a.x.dim() >= 1 and a.x.dtype in gemm.HALVES and a.x.shape[-1] % MX_BLOCK == 0
     yield "x", f"bfloat16 or float16 [..., K a multiple of {MX_BLOCK}]", describe(a.x), holds
     k = a.x.shape[-1]
-    holds = a.weight.dim() == 2 and a.weight.dtype in FORMATS and a.weight.shape[1] * _in_byte(a) == k
+    holds = a.weight.dim() == 2 and a.weight.dtype in FORMATS and a.weight.shape[1] * _values_per_byte(a) == k
     yield "weight", f"float8_e4m3fn [N, K={k}] or uint8 [N, K / 2]", describe(a.weight), holds
     n = a.weight.shape[0]
     holds = a.scale.dtype in MX_SCALES and a.scale.shape == (n, k // MX_BLOCK)
@@ -49,41 +49,46 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    (m, n, k), most = _sizes(a), TOKENS[arch.vendor][-1]
+    (m, n, k), max_tokens = _sizes(a), TOKENS[arch.vendor][-1]
     yield "x is bfloat16", a.x.dtype == torch.bfloat16
-    yield f"M is at most {most} on {arch.vendor.upper()}", m <= most
+    yield f"M is at most {max_tokens} on {arch.vendor.upper()}", m <= max_tokens
     yield "N and K are at least 1, N below 2^30, K below 2^24", 0 < n < 2**30 and 0 < k < 2**24
     yield (
-        f"N is a multiple of {LANE_ROWS}, K of {K_STEPS * MX_BLOCK}",
-        n % LANE_ROWS == 0 and k % (K_STEPS * MX_BLOCK) == 0,
+        f"N is a multiple of {LANE_ROWS}, K of {STEPS_PER_SCALE_LOAD * MX_BLOCK}",
+        n % LANE_ROWS == 0 and k % (STEPS_PER_SCALE_LOAD * MX_BLOCK) == 0,
     )
     for name in ("weight", "scale"):
         rows = getattr(a, name)
         yield f"{name} has K innermost", rows.shape[1] == 1 or rows.stride(1) == 1
         yield f"{name}'s rows are below 16 MB apart", row_stride(rows) < 2**24
-    yield "rows of weight are 8-byte, of scale 4-byte aligned", aligned(a.weight, 8) and aligned(a.scale, K_STEPS)
+    yield (
+        "rows of weight are 8-byte, of scale 4-byte aligned",
+        aligned(a.weight, 8) and aligned(a.scale, STEPS_PER_SCALE_LOAD),
+    )
     yield from wave_split_k.rules(a)
 
 
-def _of(a, arch: Arch) -> wave_split_k.Sizes:
-    """Return the sizes; a slice's steps share a load of scales (kSteps there)."""
+def _skinny_sizes(a, arch: Arch) -> wave_split_k.Sizes:
+    """Return the sizes of the split-K schedule. A slice's steps (kSteps there) share a load of scales."""
     steps = 1 if arch.vendor == "nvidia" else 4 if rows_of(a.x) <= 16 else 2
-    return wave_split_k.Sizes(*_sizes(a), 16 * LANE_ROWS, steps, 1 / _in_byte(a), UNIT_BYTES_PER_US, overlap=True)
+    return wave_split_k.Sizes(
+        *_sizes(a), 16 * LANE_ROWS, steps, 1 / _values_per_byte(a), UNIT_BYTES_PER_US, overlap=True
+    )
 
 
 def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
-    of = _of(a, arch)
-    m, n, k = of[:3]
+    sizes = _skinny_sizes(a, arch)
+    m, n, k = sizes[:3]
     if m == 0:
         return []
     weight = gemm.Operand(a.weight, n, 2 * k, row_stride(a.weight))
     product = gemm.Product(out, gemm.activations(a.x), weight, scale_b=(a.scale, row_stride(a.scale)), bias=a.bias)
     kind, limits = FORMATS[a.weight.dtype], TOKENS[arch.vendor]
-    return [wave_split_k.launch("mx_gemm", kind, limits, product, config, of, arch)]
+    return [wave_split_k.launch("mx_gemm", kind, limits, product, config, sizes, arch)]
 
 
 def _cases() -> Iterator[Case]:
-    """Yield every instance, tiles shared by few and many blocks, odd sizes, tails of K, strides, and hard scales."""
+    """Yield every kernel, tiles shared by few and many blocks, odd sizes, tails of K, strides, and hard scales."""
     for name in FORMATS.values():
         case = case_maker(functools.partial(_inputs, name))
         for m in (1, 7, 8, 9, 16):
@@ -110,15 +115,15 @@ def _inputs(form: str, tokens, n, k, given, device, generator, fp8_dtype) -> tup
     if given.get("extreme"):
         x = x * 2.0**-6
     x = gemm.padded(x, padding).to(dtype).to(device)[..., :k]
-    weight = drawn_weight(form, n, k, given, device, generator)
+    weight = random_weight(form, n, k, given, device, generator)
     bias = torch.randn(n, generator=generator).to(dtype).to(device) if given.get("bias") else None
     return x, *weight, bias
 
 
-def drawn_weight(
+def random_weight(
     form: str, n: int, k: int, given: dict, device: str, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return a case's weight of this format, "fp8" or "fp4", and its scales, with all values but NaN."""
+    """Return a random weight [N, K] of a format, "fp8" or "fp4", without NaN, and its scales [N, K / 32]."""
     padding = given.get("padding", 0)
     bits = torch.randint(0, 256, (n, k + 2 * padding), generator=generator, dtype=torch.uint8)
     scale = torch.randint(120, 134, (n, k // MX_BLOCK + padding), generator=generator, dtype=torch.uint8)
@@ -133,7 +138,7 @@ def drawn_weight(
 
 
 def _linear(tokens: int, inputs: Inputs, n: int, k: int, form: str, *has_bias: bool) -> tuple:
-    """Return a layer's arguments with weights of this format, "fp8" or "fp4"."""
+    """Return a layer's arguments, with weights of a format: "fp8" or "fp4"."""
     if form == "fp8":
         weight = inputs.values(n, k, dtype=torch.float8_e4m3fn)
     else:
@@ -146,10 +151,10 @@ def _linear(tokens: int, inputs: Inputs, n: int, k: int, form: str, *has_bias: b
     allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0])),
     contract=_contract,
     can_implement=_can_implement,
-    configs=lambda a, arch: wave_split_k.configs(_of(a, arch), arch),
-    cost=lambda config, a, arch: wave_split_k.cost(config, _of(a, arch), arch),
+    configs=lambda a, arch: wave_split_k.configs(_skinny_sizes(a, arch), arch),
+    cost=lambda config, a, arch: wave_split_k.cost(config, _skinny_sizes(a, arch), arch),
     plan=_plan,
-    problem=lambda a: {**dict(zip("mnk", _sizes(a))), "bits": 8 // _in_byte(a)},
+    problem=lambda a: {**dict(zip("mnk", _sizes(a))), "bits": 8 // _values_per_byte(a)},
     cases=_cases,
     sums=True,
     linear=_linear,

@@ -1,14 +1,15 @@
 """Fuse QK RMSNorm per head or over all heads, RoPE, the paged KV cache write and its quantization; kernels: csrc/ops/rope_and_cache.hip.
 
-Replaces three launches, `rms_norm` of queries, `rms_norm` of keys and `rope_and_cache`, with their rounding: the norm is rounded to
+Replaces three launches, `rms_norm` of queries, `rms_norm` of keys and `rope_and_cache`, and rounds as they do: the norm is rounded to
 query's dtype before the rotation, as in Qwen3Attention of vLLM 0.33. vLLM's fused_qk_norm_rope, which writes no cache, does not
 round there.
 
-In Qwen3-Next and Qwen3.5 queries are every other head of a projection, whose other heads gate attention's output: query has its strides,
-so that the split takes no launch. Their norms multiply by 1 + weight, and Qwen3.5 rotates sections of a head by positions of time,
-height and width.
+In Qwen3-Next and Qwen3.5 a projection has a gate of attention's output after each query head. Query is a strided view of it, so the split
+takes no launch. The norms multiply by 1 + weight (GemmaRMSNorm), and Qwen3.5 uses interleaved M-RoPE: pairs of a head rotate by positions
+of time, height or width.
 
-In MiniMax-M2 and OLMo 2 a norm is over all heads of queries, or of keys: weights have all heads, and one block has a token's queries.
+In MiniMax-M2 and OLMo 2 one norm is over all query heads and one over all key heads: weights have all heads, and one block has a token's
+queries.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from vllm_rocm_ops.ops.shared.rowwise import exact
 
 __all__ = ["qk_norm_rope_and_cache"]
 
-OF_LANE = 2 * attention.VECTOR  # elements of a head per lane
-LARGEST = {8: 128, 16: 256}  # largest head size, by lanes
+LANE_ELEMENTS = 2 * attention.VECTOR  # elements of a head per lane
+MAX_HEAD_SIZES = {8: 128, 16: 256}  # by lanes per head
 MAX_THREADS = 1024  # of a block that has all heads
 
 
@@ -46,10 +47,10 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     yield from rotation.heads_contract(a)
     p = rotation.heads_parts(a)
     dtype, size = a.query.dtype, p.sizes[0]
-    of_all = a.q_weight.shape != (size,)
+    over_all = a.q_weight.shape != (size,)
     for (name, x), heads in zip(_weights(a), (p.query.shape[1], p.layout.heads)):
         wanted = f"{dtype} [size={size}], or both of all heads, [{heads * size}]"
-        yield name, wanted, describe(x), x.dtype == dtype and x.shape == (size * (heads if of_all else 1),)
+        yield name, wanted, describe(x), x.dtype == dtype and x.shape == (size * (heads if over_all else 1),)
     for (name, x), given in zip(_outs(a), (p.query, p.key)):
         tokens, heads = given.shape[:2]
         wanted = f"{dtype} [T={tokens}, {heads}, {size}] or [T, {heads * size}]"
@@ -62,10 +63,10 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from rotation.can_implement(rotation.heads_parts, a, arch)
-    size, largest = _size(a), max(LARGEST.values())
-    yield f"heads of queries have a multiple of {OF_LANE} elements", size % OF_LANE == 0
+    size, largest = _size(a), max(MAX_HEAD_SIZES.values())
+    yield f"heads of queries have a multiple of {LANE_ELEMENTS} elements", size % LANE_ELEMENTS == 0
     if _is_over_all(a):
-        lanes, largest = min(LARGEST.items())
+        lanes, largest = min(MAX_HEAD_SIZES.items())
         most = MAX_THREADS // lanes
         yield f"a norm is over at most {most} heads", max(_heads(a)) <= most
         yield "norms over all heads multiply by weight, without sections", not _has_offset(a)
@@ -93,17 +94,17 @@ def _is_over_all(a) -> bool:
 
 def _lanes(a) -> int:
     """Return the lanes per head."""
-    return next(lanes for lanes, size in LARGEST.items() if _size(a) <= size)
+    return next(lanes for lanes, size in MAX_HEAD_SIZES.items() if _size(a) <= size)
 
 
 def _configs(a, arch: Arch) -> list[rotation.RopeConfig]:
     size = _size(a)
-    if size % OF_LANE or size > max(LARGEST.values()):
+    if size % LANE_ELEMENTS or size > max(MAX_HEAD_SIZES.values()):
         return []
     found = rotation.configs(a, arch)
     if not _is_over_all(a) or not found:
         return found
-    lanes, largest = min(LARGEST.items())
+    lanes, largest = min(MAX_HEAD_SIZES.items())
     threads = -(-max(_heads(a)) * lanes // rotation.WAVE) * rotation.WAVE
     is_supported = size <= largest and threads <= MAX_THREADS and not _has_offset(a)
     return [rotation.RopeConfig(threads)] if is_supported else []
@@ -135,7 +136,7 @@ def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
         "key_out": a.key_out,
         "query_weight": a.q_weight,
         "key_weight": a.k_weight,
-        "head_vecs": size // OF_LANE,
+        "head_vecs": size // LANE_ELEMENTS,
         "inverse_size": 1.0 / (query_heads * size),
         "epsilon": float(a.epsilon),
     }
@@ -148,7 +149,7 @@ def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
         }
     if _is_over_all(a):
         args |= {"inverse_keys_size": 1.0 / (kv_heads * size)}
-    kind = f"{'_offset' * _has_offset(a)}{'_all_heads' * _is_over_all(a)}_{LARGEST[lanes]}"
+    kind = f"{'_offset' * _has_offset(a)}{'_all_heads' * _is_over_all(a)}_{MAX_HEAD_SIZES[lanes]}"
     return rotation.launches("qk_norm_rope_and_cache", config, p, _items(config, a), args, kind)
 
 
@@ -198,21 +199,21 @@ def _cases() -> Iterator[Case]:
     yield case("large", 3, (2, 1), 128, factor=2.0**60)
     yield case("page5-padded", 7, (2, 2), 32, page=5, padding=24, apart=True)
     yield case("large-heads", 2, (1, 1), 512)
-    next_ones = {"rotary": 64, "one_plus": True, "gated": True}
+    qwen3_next = {"rotary": 64, "one_plus": True, "gated": True}
     for dtype, kind in attention.ELEMENTS.items():
         for fp8 in (False, True):
             for size in (128, 256):
-                yield case(f"{kind}{'-fp8' * fp8}-one-plus-{size}", 2, (3, 1), size, dtype=dtype, fp8=fp8, **next_ones)
-            given = {"dtype": dtype, "fp8": fp8, "sections": (11, 10), "layout": "native", **next_ones}
+                yield case(f"{kind}{'-fp8' * fp8}-one-plus-{size}", 2, (3, 1), size, dtype=dtype, fp8=fp8, **qwen3_next)
+            given = {"dtype": dtype, "fp8": fp8, "sections": (11, 10), "layout": "native", **qwen3_next}
             yield case(f"{kind}{'-fp8' * fp8}-sections", 3, (2, 1), 256, **given)
-    yield case("qwen3-next", 2, (16, 2), 256, layout="native", **next_ones)
-    yield case("qwen3.5-page544", 2, (2, 1), 256, sections=(11, 10), page=544, **next_ones)
+    yield case("qwen3-next", 2, (16, 2), 256, layout="native", **qwen3_next)
+    yield case("qwen3.5-page544", 2, (2, 1), 256, sections=(11, 10), page=544, **qwen3_next)
     yield case("one-plus-gptj", 3, (2, 1), 64, rotary=32, is_neox=False, one_plus=True, apart=True)
     yield case("sections-plain-weights", 3, (2, 1), 128, sections=(20, 20))
     yield case("sections-gptj", 3, (2, 1), 64, is_neox=False, sections=(7, 3), cos_dtype=torch.float32)
     yield case("sections-most-height", 3, (2, 1), 64, sections=(11, 0))
     yield case("one-plus-epsilon", 3, (2, 1), 128, factor=2.0**-9, epsilon=1e-5, one_plus=True)
-    yield case("one-plus-unmapped", 4, (2, 1), 64, unmapped=2, **(next_ones | {"rotary": 16}))
+    yield case("one-plus-unmapped", 4, (2, 1), 64, unmapped=2, **(qwen3_next | {"rotary": 16}))
     yield case("sections-no-tokens", 0, (2, 1), 64, sections=(3, 3), one_plus=True)
     over_all = {"rotary": 64, "over_all": True}
     for dtype, kind in attention.ELEMENTS.items():
@@ -276,7 +277,7 @@ def qk_norm_rope_and_cache(
 
     Args:
         query: [T, query heads * size] or [T, query heads, size], bf16 or fp16; unchanged. May be columns of one qkv
-            tensor, and its heads apart, as where each is followed by the gate of an output.
+            tensor, with a stride between heads, as where each is followed by its gate.
         key: [T, heads * size] or [T, heads, size], query's dtype; unchanged.
         q_weight: [size], query's dtype: RMSNorm weight of each query head. [query heads * size]: of one norm over all query heads,
             as k_weight then is.
@@ -297,10 +298,10 @@ def qk_norm_rope_and_cache(
         query, key, value, q_weight, k_weight, epsilon, positions, cos_sin_cache, is_neox, query_out, key_out,
         key_cache, value_cache, slot_mapping, k_scale, v_scale, one_plus_weight, height_pairs, width_pairs,
     )  # fmt: skip
-    p, of_all = rotation.heads_parts(a), _is_over_all(a)
+    p, over_all = rotation.heads_parts(a), _is_over_all(a)
     outs = [attention.heads(x, p.sizes[0]) for x in (query_out, key_out)]
     for x, weight, out in zip((p.query, p.key), (q_weight, k_weight), outs):
-        rows = x.flatten(1) if of_all else x
+        rows = x.flatten(1) if over_all else x
         out.copy_(_normalized(rows, weight, epsilon, one_plus_weight).view(x.shape))
         rotation.rotate(out, positions, cos_sin_cache, is_neox, height_pairs, width_pairs)
     rotation.write(p.layout, outs[1], p.value, slot_mapping, p.scales)

@@ -1,8 +1,8 @@
 """Multiply rows by the sigmoid of a gate and quantize them to FP8; kernels: csrc/ops/sigmoid_and_mul.hip.
 
-Replaces two launches between attention and its output projection in Qwen3-Next and Qwen3.5: the product, which vLLM's compiler makes, and
-the projection's input quantization. The gate may stay in the projection that made it. As in vLLM's compiled graph, a static scale divides
-the product rounded once, and a dynamic scale comes from the unrounded product, as in `silu_and_mul`'s quantizations.
+Replaces two launches between attention and o_proj in Qwen3-Next and Qwen3.5: the product, which vLLM's compiler generates, and o_proj's
+input quantization. The gate may be a strided view of the qkv projection's result. As in vLLM's compiled graph, a static scale divides the
+rounded product, while a dynamic scale is of the unrounded product, as in `silu_and_mul`'s quantizations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _product(input: Tensor, gate: Tensor) -> Tensor:
 
 
 def _cases(make: rowwise.Cases) -> Iterator[Case]:
-    """Yield the cases of all activations, one TP8 rank of Qwen3.5, heads of 64, gates as input, and heads that no vector fits."""
+    """Yield all activations' cases, one TP8 rank of Qwen3.5, heads of 64, contiguous gates, and heads of no whole vectors."""
     yield from make.standard()
     yield make.case("tp8", (8, 512), padding=512)
     yield make.case("heads-of-64", (3, 1024), head_size=64, between=2)

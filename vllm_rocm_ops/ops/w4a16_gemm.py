@@ -20,18 +20,18 @@ from vllm_rocm_ops.ops.shared.wave_split_k import STEP, kernel_tokens
 
 __all__ = ["w4a16_gemm"]
 
-IN_WORD = 8  # output channels
-TOKENS = {"amd": (16, 32, 64), "nvidia": (8, 16)}  # limits of kernels
-WIDE_GROUP = 64  # from here on a scale serves two steps
+PACK_FACTOR = 8  # output channels per int32 word
+TOKENS = {"amd": (16, 32, 64), "nvidia": (8, 16)}  # token limits of the kernels
+WIDE_GROUP = 64  # the smallest group whose scale serves two steps
 
 
 def _sizes(a) -> tuple[int, int, int]:
     """Return M, N and K."""
-    return rows_of(a.x), IN_WORD * a.weight.shape[1], a.weight.shape[0]
+    return rows_of(a.x), PACK_FACTOR * a.weight.shape[1], a.weight.shape[0]
 
 
 def _group(a) -> int:
-    """Return the rows of the weight that share a scale."""
+    """Return the group size: the values of K that share a scale."""
     return a.weight.shape[0] // max(a.scale.shape[0], 1)
 
 
@@ -41,7 +41,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     k = a.x.shape[-1]
     holds = a.weight.dtype == torch.int32 and a.weight.dim() == 2 and a.weight.shape[0] == k
     yield "weight", f"int32 [K={k}, N / 8]", describe(a.weight), holds
-    n = IN_WORD * a.weight.shape[1]
+    n = PACK_FACTOR * a.weight.shape[1]
     holds = a.scale.dtype == a.x.dtype and a.scale.dim() == 2 and a.scale.shape[1] == n and a.scale.shape[0] > 0
     yield "scale", f"{a.x.dtype} [groups, N={n}]", describe(a.scale), holds
     yield "scale", f"a number of groups that divides K={k}", describe(a.scale), k % a.scale.shape[0] == 0
@@ -49,13 +49,13 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    (m, n, k), group, most = _sizes(a), _group(a), TOKENS[arch.vendor][-1]
+    (m, n, k), group, max_tokens = _sizes(a), _group(a), TOKENS[arch.vendor][-1]
     yield "x is bfloat16", a.x.dtype == torch.bfloat16
-    yield f"M is at most {most} on {arch.vendor.upper()}", m <= most
+    yield f"M is at most {max_tokens} on {arch.vendor.upper()}", m <= max_tokens
     yield "N and K are at least 1, N below 2^30, K below 2^24", 0 < n < 2**30 and 0 < k < 2**24
-    is_group = group % STEP == 0 and group.bit_count() == 1 or group == k and k % IN_WORD == 0
-    yield f"N is a multiple of {2 * IN_WORD}", n % (2 * IN_WORD) == 0
-    yield f"groups are a power of two from {STEP} on, or one of a multiple of {IN_WORD}", is_group
+    is_group = group % STEP == 0 and group.bit_count() == 1 or group == k and k % PACK_FACTOR == 0
+    yield f"N is a multiple of {2 * PACK_FACTOR}", n % (2 * PACK_FACTOR) == 0
+    yield f"groups are a power of two from {STEP} on, or one of a multiple of {PACK_FACTOR}", is_group
     for name in ("weight", "scale"):
         rows = getattr(a, name)
         yield f"{name} has N innermost", rows.shape[1] == 1 or rows.stride(1) == 1
@@ -67,17 +67,17 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from wave_split_k.rules(a)
 
 
-def _of(a, arch: Arch) -> wave_split_k.Sizes:
-    """Return the sizes: a tile has 16 times one or two words of rows (kRows of csrc/gemm/skinny/int4_weights.h)."""
+def _skinny_sizes(a, arch: Arch) -> wave_split_k.Sizes:
+    """Return the sizes of the split-K schedule. A tile has the rows of 16 or 32 words (kRows of csrc/gemm/skinny/int4_weights.h)."""
     m, n, k = _sizes(a)
     words = 2 if arch.vendor == "amd" and kernel_tokens(TOKENS["amd"], m) <= 32 else 1
     steps_at_once = 2 if arch.vendor == "nvidia" and _group(a) >= WIDE_GROUP else 1  # kSliceSteps; they share a scale
-    return wave_split_k.Sizes(m, n, k, 16 * IN_WORD * words, steps_at_once, 0.5)
+    return wave_split_k.Sizes(m, n, k, 16 * PACK_FACTOR * words, steps_at_once, 0.5)
 
 
 def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
-    of = _of(a, arch)
-    m, n, k = of[:3]
+    sizes = _skinny_sizes(a, arch)
+    m, n, k = sizes[:3]
     if m == 0:
         return []
     weight = gemm.Operand(a.weight, n, 2 * k, row_stride(a.weight) * a.weight.element_size())
@@ -87,12 +87,12 @@ def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
         "k": 2 * k,  # bytes of a token
         "group_shift": 31 if group == k else (group // STEP).bit_length() - 1,
     }
-    kind, limits = STEP * of.steps_at_once, TOKENS[arch.vendor]
-    return [wave_split_k.launch("w4a16_gemm", kind, limits, product, config, of, arch, **more)]
+    kind, limits = STEP * sizes.steps_at_once, TOKENS[arch.vendor]
+    return [wave_split_k.launch("w4a16_gemm", kind, limits, product, config, sizes, arch, **more)]
 
 
 def _cases() -> Iterator[Case]:
-    """Yield every instance, tiles shared by few and many blocks, odd sizes, tails of K, strides, and hard scales."""
+    """Yield every kernel, tiles shared by few and many blocks, odd sizes, tails of K, strides, and hard scales."""
     case = case_maker(_inputs)
     for m in (1, 7, 8, 9, 16):
         yield case(f"m{m}", m, 272, 1024)
@@ -118,30 +118,30 @@ def _inputs(tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
     if given.get("spikes"):
         x = x * 0.01
         x[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
-    values = torch.randint(0, 16, (k, n + 2 * IN_WORD * padding), generator=generator)
+    values = torch.randint(0, 16, (k, n + 2 * PACK_FACTOR * padding), generator=generator)
     scale = torch.rand(k // group, n + padding, generator=generator) * 0.02 + 0.001
     if given.get("extreme"):  # zero, subnormal, negative, large and NaN
         hard = torch.tensor([0.0, 2.0**-133, -1.0, 2.0**100, torch.nan])
         scale[0, : len(hard)], scale[-1, 8 : 8 + len(hard)] = hard, hard
-    weight = packed_bits(values).view(torch.int32).to(device)[:, : n // IN_WORD]
+    weight = packed_bits(values).view(torch.int32).to(device)[:, : n // PACK_FACTOR]
     bias = torch.randn(n, generator=generator).to(dtype).to(device) if given.get("bias") else None
     return gemm.padded(x, padding).to(dtype).to(device)[..., :k], weight, scale.to(dtype).to(device)[:, :n], bias
 
 
 def _linear(tokens: int, inputs: Inputs, n: int, k: int, group: int, *has_bias: bool) -> tuple:
-    """Return a layer's arguments with groups of this size, 0 for one of all."""
-    words = ((inputs.scales(k, n // IN_WORD) - 1.0) * 2.0**32).to(torch.int32)
+    """Return a layer's arguments, with groups of this size or, for 0, one group of all K."""
+    words = ((inputs.scales(k, n // PACK_FACTOR) - 1.0) * 2.0**32).to(torch.int32)
     scale = inputs.scales(k // (group or k), n).to(inputs.dtype)
     return inputs.values(tokens, k), words, scale, *(inputs.values(n) for _ in has_bias)
 
 
 @functools.partial(
     Op,
-    allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], IN_WORD * a.weight.shape[1])),
+    allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], PACK_FACTOR * a.weight.shape[1])),
     contract=_contract,
     can_implement=_can_implement,
-    configs=lambda a, arch: wave_split_k.configs(_of(a, arch), arch),
-    cost=lambda config, a, arch: wave_split_k.cost(config, _of(a, arch), arch),
+    configs=lambda a, arch: wave_split_k.configs(_skinny_sizes(a, arch), arch),
+    cost=lambda config, a, arch: wave_split_k.cost(config, _skinny_sizes(a, arch), arch),
     plan=_plan,
     problem=lambda a: {**dict(zip("mnk", _sizes(a))), "group": _group(a)},
     cases=_cases,

@@ -1,7 +1,7 @@
 """Time the kernels that vLLM would run under another flag, for `vllm-rocm-ops advise`, and keep them in the machine's record.
 
-A start times the plugin against what vLLM selected. This times it against what the other setting of AITER would select, in the
-processes of `check`, and a pair that hangs or faults costs no other. Nothing is selected by it: report.py compares both settings.
+A start times the plugin against what vLLM selected. This times it against what vLLM would select with AITER's switch the other way, in
+child processes as `check` does, so that a pair that hangs or faults ends alone. It changes no selection: report.py compares both settings.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ FLAGS = {
     AITER_OFF: {"block_scaled_mm": "vllm triton", "fused_experts": "vllm"},
     AITER_ON: {"block_scaled_mm": "aiter", "fused_experts": "aiter"},
 }
-"""Flags -> ops -> the kernel of bench/baselines that vLLM runs then. Other ops' kernels are the same under both, or not known."""
+"""Flag -> op -> the kernel of bench/baselines that vLLM then runs. Other ops have one kernel with both, or an unknown one."""
 LOCK_SECONDS = 60.0
 
 
 def pairs(
     calls: list[LayerCall], arch: archs.Arch, record: kernel_selection.Record, sizes: tuple[int, ...]
 ) -> Iterator[tuple]:
-    """Yield what the record lacks: the place of a call, the key of its times, and the token counts."""
-    for place, call in enumerate(calls):
+    """Yield what the record lacks: the index of a call in `calls`, the key of its times, and the token counts."""
+    for index, call in enumerate(calls):
         if not call.count or call.op not in comparisons.COMPARISONS:
             continue
         shapes, installed = comparisons.shapes_of(call, arch), baselines(call.op) | baselines(call.op, ADVICE)
@@ -45,14 +45,14 @@ def pairs(
                 for tokens in measured
             }
             if lacking := tuple(tokens for tokens in sizes if tokens not in timed):
-                yield place, Key(call.op.name, shapes[0], Baseline(name, flag=flag)), lacking
+                yield index, Key(call.op.name, shapes[0], Baseline(name, flag=flag)), lacking
 
 
 def measured(part: dict) -> dict[int, kernel_selection.Measured]:
-    """Return a part's times and errors by token count, without those that were not compared."""
+    """Return a part's times and errors by token count, of those whose results were compared."""
     names = "us", "other us", "error", "other error"
-    found = {piece["tokens"]: [piece.get(name) for name in names] for piece in part["found"] if "other error" in piece}
-    return {tokens: kernel_selection.Measured(*values) for tokens, values in found.items()}
+    compared = [piece for piece in part["found"] if "other error" in piece]
+    return {piece["tokens"]: kernel_selection.Measured(*map(piece.get, names)) for piece in compared}
 
 
 def survey(
@@ -66,9 +66,9 @@ def survey(
     arch, path = archs.ARCHS[machine["arch"]], kernel_selection.path_of(machine)
     calls = options.calls_of(model, tp, ep, arch)
 
-    def keep(change: Callable[[kernel_selection.Record], None]) -> kernel_selection.Record:
+    def update(change: Callable[[kernel_selection.Record], None]) -> kernel_selection.Record:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tables.locked(path.with_suffix(".lock"), LOCK_SECONDS):  # a worker may write, too
+        with tables.locked(path.with_suffix(".lock"), LOCK_SECONDS):  # a starting worker may write it, too
             record = kernel_selection.read(path, machine)
             change(record)
             kernel_selection.write(path, record)
@@ -76,24 +76,24 @@ def survey(
 
     step = [[call.op.name, comparisons.shapes_of(call, arch), call.count] for call in calls if call.count]
     name = f"{model}, TP {tp or 1}" + f", EP {ep or tp or 1}" * (ep is not None)
-    record = keep(lambda record: record.steps.update({name: step}))
-    for place, key, lacking in [*pairs(calls, arch, record, sizes)]:
+    record = update(lambda record: record.steps.update({name: step}))
+    for index, key, lacking in [*pairs(calls, arch, record, sizes)]:
         left = end - time.monotonic()
         if left < check.MIN_SECONDS:
             print(f"left out for lack of time: {key}", flush=True)
             continue
-        arguments = model, tp, ep, place, key.baseline.name, lacking
+        arguments = model, tp, ep, index, key.baseline.name, lacking
         part = worker.run("survey", arguments, None, min(check.SECONDS["survey"], left))
         print(check.line_of(part | {"part": str(key)}), flush=True)
         if timed := measured(part):
-            record = keep(lambda record, key=key, timed=timed: record.shapes.setdefault(key, {}).update(timed))
+            record = update(lambda record, key=key, timed=timed: record.shapes.setdefault(key, {}).update(timed))
         if check.wrong_of(part):
             worker.close(kill=True)
     return record
 
 
 def lines(record: kernel_selection.Record) -> list[str]:
-    """Return what serves, wrong baselines and the faster flags."""
+    """Return the report: what the plugin serves, baselines with wrong results, and the faster setting of AITER."""
     served, advised = report.summary(record), report.advice(record)
     nothing = "no layer was timed with AITER and without: is AITER installed, and has a start timed this model?"
     return [

@@ -98,7 +98,7 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
             yield kind, isinstance(module, delta_net.OneLaunch), name
         elif kind is not None:
             method = type(getattr(module, "quant_method", module)).__name__
-            why = expert_support.refusal_of(module)
+            why = expert_support.first_call_refusal(module)
             yield kind, next(kernels_of(module), None) is not None, f"{method}, {why}" if why else method
 
 
@@ -161,7 +161,7 @@ def packed(models: Iterable[torch.nn.Module]) -> Packed:
     """Return the packed MX weights of models."""
     result = Packed()
     for module in (module for model in models for module in model.modules()):
-        if not any(mx_weights.keeps_packed(kernel) for kernel in kernels_of(module)):
+        if not any(mx_weights.has_packed_weights(kernel) for kernel in kernels_of(module)):
             continue
         parameters = {name: value for name, value in module.named_parameters(recurse=False) if "weight" in name}
         scales = [value for name, value in parameters.items() if "scale" in name]
@@ -180,7 +180,7 @@ def log_packed(packed: Packed) -> None:
             "the plugin serves copies one layer at a time, %.2f GiB at most; %s=1 keeps vLLM's copies",
             packed.layers,
             *(amount / 2**30 for amount in (packed.bytes, packed.copies, packed.largest)),
-            "=1 or ".join(mx_weights.COPIES.values()),
+            "=1 or ".join(mx_weights.DEQUANT_AT_LOAD.values()),
         )
 
 

@@ -181,7 +181,7 @@ def call_others(models: list[torch.nn.Module], max_tokens: int, dtype: torch.dty
     }
     left = []
     for name, module in (named for model in models for named in model.named_modules()):
-        method, has_experts = getattr(module, "quant_method", None), expert_support.held_by(module) is not None
+        method, has_experts = getattr(module, "quant_method", None), expert_support.serving_experts(module) is not None
         weight = expert_support.first_weight(module) if has_experts else getattr(module, "weight", None)
         mark = getattr(module, weight_order.MARK, None)
         plugin_serves = has_experts or (mark is not None and not weight_order.STATES[int(mark)][1])

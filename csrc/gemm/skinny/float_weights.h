@@ -15,8 +15,8 @@ struct TileOperands<Bf16Fp32> : TileOperandsBase {
     u32x4 vec[mma::kLoads][kVecs];
     DEVICE u32x4& load(int row, int i) { return vec[row][i]; }
   };
-  // Products of the upper values, and of the others. An infinite or NaN sum of the upper ones is the result: the others
-  // may add NaN, as 0 times infinity or infinity less itself.
+  // Sums of the upper parts' products, and of the two lower parts'. If the former is infinite or NaN it is the result:
+  // the latter may be NaN, from 0 * infinity or infinity - infinity.
   struct Sums {
     f32x4 upper, rest;
     DEVICE float total(int i) const {

@@ -1,5 +1,5 @@
-// What WaveSplitK lanes have alike for bf16 tokens and packed weights with a scale per group of K: adjacent rows, whose
-// sums are scaled.
+// Base of the TileOperands for bf16 tokens and packed weights with a scale per group of K: a lane has kLaneRows adjacent
+// rows, and scales their sums.
 #pragma once
 #include "device/four_bit.h"
 #include "gemm/skinny/tile_operands.h"

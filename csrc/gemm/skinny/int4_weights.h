@@ -1,11 +1,13 @@
-// bf16 tokens times int4 weights with a bf16 scale per group of K: out = sum over groups of scale * (a @ b), where b is
-// [K, N / 8] words of eight rows, as vLLM's Triton kernel has it, and scales are [groups, N]. A step is 32 K, 64 bytes of
-// a token. A lane's words give each of eight tiles of 16 rows, 8 rows apart, its operand; the tokens serve all of them.
+// W4A16: bf16 tokens times int4 weights with a bf16 scale per group of K: out = sum over groups of scale * (a @ b).
+// b is [K, N / 8] words, each with eight rows (output channels) of one K, and scales are [groups, N], both as vLLM's
+// Triton kernel reads them. A step is 32 K, 64 bytes of a token. The four bits at place i of a lane's words are its
+// operand for tile i of 16 rows; the tokens are the same for all tiles.
 #pragma once
 #include "device/four_bit.h"
 #include "gemm/skinny/grouped_operands.h"
 
-// A lane has kWords adjacent words. kGroupSteps: 1 for groups of 32 K and more; 2 from 64 on, each a power of two.
+// A lane has kWords adjacent words. A scale is loaded every kGroupSteps steps: 1 for any group, 2 for groups of at least
+// 64 K. Groups are powers of two, or all of K.
 template <int kGroupSteps, int kWords>
 struct Bf16Int4Columns;
 
@@ -23,14 +25,14 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : GroupedOperands<8 * 
   static constexpr int kWordRows = 8, kStepK = mma::kDepth / 2, kLaneK = 8;
   template <int kTiles>
   static constexpr int kSliceSteps = kGroupSteps;
-  // What registers hold beside the sums: with more, loaded values move between registers, and their moves wait for the loads.
+  // Registers hold these beside the sums. With more, loaded values are moved, and the moves wait for the loads.
   template <int kTiles>
   static constexpr int kStages = mem::kPredicates ? 4 / kGroupSteps + 1 : 3;
   using Problem = GroupedProblem;
 
   struct Weights {
     u32 word[mma::kLoads][kWords][kLaneK];
-    u32x4 scale[mma::kLoads][kWords];  // of the rows of a word, in the first step of a slice
+    u32x4 scale[mma::kLoads][kWords];  // of a word's rows, in the first step of a group's
   };
 
   // Lanes past the last words read the last ones; their sums are not stored.
@@ -46,7 +48,8 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : GroupedOperands<8 * 
     }
     return tile;
   }
-  // inside: the lane's K are; step_inside: some lane's are. A scale serves tokens of other lanes than multiplied with it.
+  // inside: this lane's K are inside; step_inside: some lane's are. The latter for scales, as they also multiply sums
+  // over other lanes' K.
   DEVICE static void refill(Weights& weights, const Tile& tile, const SkinnyProblem& p, int step, int in_slice,
                             bool inside, bool step_inside) {
 #pragma unroll
@@ -67,7 +70,7 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : GroupedOperands<8 * 
                                                 group * Bf16Scale::kBytes, step_inside);
   }
 
-  // Adds a slice's products times their groups' scales.
+  // Adds a slice's products, scaled by group.
   template <int kTiles, int kSteps>
   DEVICE static void add(Sums (&sum)[kTiles], const Weights (&weights)[kSteps], const u32x4 (&tokens)[kSteps][kTiles]) {
 #pragma unroll
@@ -78,7 +81,7 @@ struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : GroupedOperands<8 * 
     in_order<kLaneRows>([&]<int kRow>() __attribute__((always_inline)) { add_rows<kRow>(sum, weights, tokens); });
   }
 
-  // The same for row kRow of each lane.
+  // add_group for row kRow of each lane.
   template <int kRow, int kTiles>
   DEVICE static void add_rows(Sums (&sum)[kTiles], const Weights* weights, const u32x4 (*tokens)[kTiles]) {
     mma::Weights row[kGroupSteps];

@@ -1,12 +1,14 @@
-// bf16 tokens times MX weights: out = sum over groups of 32 K of scale * (a @ b^T), where b is [N, K] values of e4m3 or
-// e2m1, and scales are [N, K / 32] of e8m0. A step is a group: 32 K, 64 bytes of a token. A lane has eight values of each
-// of its adjacent rows; the tokens serve all of them. A wave reads all bytes of a row in a slice together, and its steps'
-// scales by one load: the rows' cache lines of all stages exceed L1, which would fetch them again for each step.
+// W8A16 and W4A16 of MX weights: out = sum over groups of 32 K of scale * (a @ b^T), where a is bf16, b is [N, K] of
+// e4m3 or e2m1, and scales are [N, K / 32] of e8m0. A step is one group: 32 K, 64 bytes of a token. A lane has eight
+// values of each of its adjacent rows, and multiplies all by the same tokens. A slice's bytes of a row are loaded
+// together, and the scales of its steps by one load: the rows' cache lines of all stages exceed L1, so loads of single
+// steps would fetch lines again.
 #pragma once
 #include "device/mx_values.h"
 #include "gemm/skinny/grouped_operands.h"
 
-template <class Value, int kSteps>  // of a slice: 1, 2 or 4
+// kSteps: steps of a slice, 1, 2 or 4.
+template <class Value, int kSteps>
 struct Bf16Mx;
 
 template <class Value, int kSteps>
@@ -19,7 +21,7 @@ struct TileOperands<Bf16Mx<Value, kSteps>> : GroupedOperands<4> {
 
   struct Weights {
     u32 word[mma::kLoads][kLaneRows][kWords];
-    u32 scales[mma::kLoads][kLaneRows];  // a byte for each step of a slice, in its first step
+    u32 scales[mma::kLoads][kLaneRows];  // a byte per step of the slice; used in its first step only
   };
 
   // Lanes past the last rows read the last ones; their sums are not stored.
@@ -37,7 +39,7 @@ struct TileOperands<Bf16Mx<Value, kSteps>> : GroupedOperands<4> {
     }
     return tile;
   }
-  // inside: the lane's K are; so are all of a slice's.
+  // inside: the lane's K are inside. Then all K of the slice are, as K is a multiple of 128.
   DEVICE static void refill(Weights& weights, const Tile& tile, const SkinnyProblem& p, int step, int in_slice,
                             bool inside, bool /*step_inside*/) {
 #pragma unroll
@@ -57,7 +59,7 @@ struct TileOperands<Bf16Mx<Value, kSteps>> : GroupedOperands<4> {
       }
   }
 
-  // Adds a slice's products times their groups' scales.
+  // Adds a slice's products, scaled by group.
   template <int kTiles>
   DEVICE static void add(Sums (&sum)[kTiles], const Weights (&weights)[kSteps], const u32x4 (&tokens)[kSteps][kTiles]) {
     in_order<kSteps * kLaneRows>([&]<int i>() __attribute__((always_inline)) {
@@ -65,7 +67,7 @@ struct TileOperands<Bf16Mx<Value, kSteps>> : GroupedOperands<4> {
     });
   }
 
-  // The same for a step and row kRow of each lane.
+  // add for one step, and row kRow of each lane.
   template <int kStep, int kRow, int kTiles>
   DEVICE static void add_row(Sums (&sum)[kTiles], const Weights (&weights)[kSteps], const u32x4 (&tokens)[kTiles]) {
     mma::Weights row;
@@ -79,7 +81,7 @@ struct TileOperands<Bf16Mx<Value, kSteps>> : GroupedOperands<4> {
                           scale[four_bit::value_load(2)], scale[four_bit::value_load(3)]};
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      // The unit multiplies products: a scale of 2^127 times it would not fit.
+      // kUnit is divided out of the product and not of the scale, as 2^127 / kUnit would overflow.
       const f32x4 product = four_bit::multiply_tile(f32x4{}, row, tokens[t]) * (1.0f / Value::kUnit);
       four_bit::add_scaled(sum[t].value[kRow], product, factor);
     }

@@ -21,21 +21,21 @@
 
 namespace packed {
 
-// Where a lane's vector v of a token, or the first of its group, begins in a slice, in K. With kOfGroups a lane has vectors of all
-// groups.
+// The first K, within a slice, of a lane's vector v of a token. With kOfGroups a lane has one vector of each group; else
+// all of its vectors are of one group, and this is the K of the first.
 template <bool kOfGroups>
 DEVICE int depth(int lane, int v) {
   const int of_lane = mma::depth(lane) / 16;
   return kOfGroups ? of_lane * 8 + v * 32 : of_lane * 32;
 }
-// Loads vector v, where vector 0 is at lane_offset + offset, or zeros. With kOfGroups it is of group v. Else all are of the
-// lane's group, so that they begin inside K if the first does.
+// Loads vector v, or zeros; vector 0 is at lane_offset + offset. With kOfGroups vector v is of group v. Else all are of
+// the lane's group, so all are inside K if the first is.
 template <bool kOfGroups>
 DEVICE u32x4 load_vec(mem::Buffer from, int lane_offset, int v, int offset, bool inside) {
   return load_further(from, lane_offset, v * (kOfGroups ? 64 : 16), offset, inside);
 }
 
-// As `multiply`, of eight bits: words[l][v] are of load l's row and group v.
+// As `multiply`, for weights of eight bits: words[l][v] have the values of load l's row in group v.
 template <class Value>
 DEVICE f32x4 multiply_bytes(f32x4 sum, const u32 (&words)[mma::kLoads][four_bit::kTokenVecs][Value::kWords],
                             const u32x4 (&tokens)[four_bit::kTokenVecs],

@@ -2,8 +2,8 @@
 #pragma once
 #include "gemm/skinny/epilogue.h"
 
-// A block has one K slice of a tile. Its sums go to partials [K slices, M, rows of all tiles], also if a tile has a
-// single slice. A thread has one row, and kLaneTokens tokens.
+// Epilogue of kernels in which a block has one K slice of a tile: stores its sums to partials [K slices, M, rows of all
+// tiles], even if a tile has a single slice. A thread has one row, and kLaneTokens tokens.
 template <int kLaneTokens, int kGroupSteps>
 struct SliceSums {
   const SkinnyProblem& p;

@@ -1,4 +1,4 @@
-// What a WaveSplitK lane holds of the weights in a step, and how it multiplies them.
+// The weights of a WaveSplitK lane in a step, and their products.
 #pragma once
 #include "gemm/skinny/problem.h"
 
@@ -15,7 +15,7 @@ DEVICE void in_order(Use use) {
   __make_integer_seq<Indices, int, kCount>::each(use);
 }
 
-// Dimensions of a tile and of the pipeline, and the kernel's arguments, which WaveSplitK reads.
+// Traits that WaveSplitK reads: sizes of a tile and of the pipeline, types of arguments and addresses.
 struct TileOperandsBase {
   static constexpr bool kGrouped = false;  // true if groups of K have scales, which `add` applies
   static constexpr int kRows = mma::kRows, kVec = 1;
@@ -23,9 +23,9 @@ struct TileOperandsBase {
   static constexpr int kSliceSteps = 2;
   template <int kTiles>
   static constexpr int kStages = mma::kStages;
-  using Problem = void;  // or other arguments
-  using Tile = void;     // or other addresses of weights
-  // Tells the compiler what holds for all arguments.
+  using Problem = void;  // the kernel's arguments, void for ProblemOf
+  using Tile = void;     // a lane's addresses of weights, void for ScaledTileWeights
+  // Assumptions about the arguments, for the compiler.
   DEVICE static void assume(const SkinnyProblem&) {}
   // Token, and row or word of rows, of a lane's value i.
   DEVICE static int value_token(int lane, int i) { return mma::value_token(lane, i); }

@@ -19,7 +19,7 @@ DEVICE TileWeights tile_weights(const SkinnyProblem& p, int first_row, int wave_
   }
   return tile;
 }
-// The same for a [gate | up] weight.
+// As tile_weights, for a [gate | up] weight.
 DEVICE TileWeights gated_tile_weights(const SkinnyProblem& p, int first_row, int wave_row) {
   const int lane = wave::lane(), first_tile = u32(gated_column(first_row)) / mma::kRows;
   TileWeights tile;
@@ -32,7 +32,7 @@ DEVICE TileWeights gated_tile_weights(const SkinnyProblem& p, int first_row, int
   return tile;
 }
 
-// The same with the tile's block scales.
+// TileWeights with the block scales of the tile.
 template <class Scale>
 struct ScaledTileWeights : TileWeights {
   const typename Scale::Type* scales;

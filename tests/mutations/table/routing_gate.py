@@ -7,8 +7,8 @@ from ..bug import WRONG, Bug, Cases, Tests
 # fmt: off
 BUGS = (
     Bug("a gate's choice that experts do not look for", "vllm/moe/routing_experts.py",
-        """    if (chosen := moe_side_channel.routed(router_logits, routing)) is not None:
-        return chosen
+        """    if (routed := moe_side_channel.routed(router_logits, routing)) is not None:
+        return routed
 """, "", Tests("test_routing_gate.py")),
     Bug("float gate: a weight's last bits dropped", "gemm/skinny/float_weights.h",
         "rest = mma::multiply_tile<Bf16>(rest, of.part[2], tokens);", "", Cases(ops.router_gemm_topk, "fp32-m1", said=WRONG)),

@@ -24,7 +24,7 @@ BUGS = (
     Bug("a missing rank's FP8 taken for zeros", "collectives/wire.h", "{u32x2{}, 0x7fc00000}", "{u32x2{}, 0}",
         Tests("emulator/test_flagged.py::test_a_missing_rank_is_reported_with_nan_results", module="all_reduce_flagged")),
     Bug("a missing word taken for a value", "collectives/one_shot.h",
-        "missing >> source & 1 ? kNotThere : u32(words[source][i][j])", "u32(words[source][i][j])",
+        "missing >> source & 1 ? kMissing : u32(words[source][i][j])", "u32(words[source][i][j])",
         Tests("emulator/test_all_reduce.py::test_a_missing_rank_is_reported_with_nan_results", module="all_reduce")),
     Bug("software conversion without FNUZ's factor of 2", "device/amd/numerics.h", "clamp_e4m3(low.x * 0.5f)",
         "clamp_e4m3(low.x)", Cases(ops.rms_norm_mxfp8_quant, "bf16", said="output 0")),

@@ -9,8 +9,8 @@ import torch
 
 import vllm_rocm_ops
 from vllm_rocm_ops.core import archs
-from vllm_rocm_ops.models import asking, layers
 from vllm_rocm_ops.models import config as model_config
+from vllm_rocm_ops.models import layers, vllm_launches
 from vllm_rocm_ops.tools import explain, options
 
 
@@ -61,5 +61,5 @@ def run(
         lines += ["", *explain.summary(rows, step, batches, tp or 1)]
     for line in lines:
         print(line, flush=True)
-    print(f"layers as vLLM {asking.version(config, tp or 1, tp if ep == 0 else ep)} builds them", flush=True)
+    print(f"layers as vLLM {vllm_launches.version(config, tp or 1, tp if ep == 0 else ep)} builds them", flush=True)
     return 0

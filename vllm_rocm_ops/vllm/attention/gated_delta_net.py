@@ -79,13 +79,13 @@ def parts(model: torch.nn.Module, compiles: bool) -> Iterator[compiled_ops.Layer
             continue
         adopt(layer, False)
         if why := next(unsupported_features(layer), ""):
-            expert_support.say_refused(why, WHAT)
+            expert_support.log_unsupported(why, WHAT)
             continue
         part = GatedDeltaNetPart(layer, config, compilation.baseline_of(config, model)(True, has_pass=False))
         if part.has_kernels():
             yield part
         else:
-            expert_support.say_refused(f"{part.pattern.shape}, which no kernel supports", WHAT)
+            expert_support.log_unsupported(f"{part.pattern.shape}, which no kernel supports", WHAT)
 
 
 def probe() -> None:

@@ -1,9 +1,9 @@
 """Serve the two batched GEMMs of MLA's weight absorption: W_UK_T before decode attention, W_UV after it.
 
 vLLM computes both by torch.bmm in the middle of a long method. A layer's two weights therefore get a subclass whose
-torch.bmm asks the plugin first. `batched_gemm` serves where it was timed to be faster, or wherever it fits with
+torch.bmm asks the plugin first. `batched_gemm` serves where it was timed to be faster, or wherever it is supported with
 VLLM_ROCM_OPS_ATTENTION=1. The weight's values, memory and other uses do not change. A weight for which the plugin is
-never faster gets its class back. A launch that does more than the product is asked first.
+never faster gets its class back. A fused launch (mla_v_up.py, mla_rotation.py) is asked before `batched_gemm`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Absorbed:
 
     Attributes:
         rocm_ops_choice: The weight's `Choice`, None where the plugin is forced.
-        rocm_ops_fused: Returns the product of x, the weight and `out` by a launch that does more, None where it does not serve.
+        rocm_ops_fused: Returns torch.bmm(x, weight, out=out) by a fused launch, None where that does not serve.
     """
 
     rocm_ops_choice: Choice | None
@@ -115,7 +115,7 @@ def run(*arguments) -> Tensor | None:
 
 
 class MlaAbsorb(LayerComparison):
-    """The GEMMs for timing. A layer: its weights, and their dtype."""
+    """Calls of both GEMMs for timing. A layer is (weights [heads, K, N], dtype)."""
 
     op, limit, by_attention = ops.batched_gemm, MAX_TOKENS, True
 
@@ -146,8 +146,8 @@ class MlaAbsorb(LayerComparison):
         return out.flatten(1)
 
     def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        of_rows, weights = arguments
-        products = torch.bmm(of_rows[rows].float().transpose(0, 1), weights.float())
+        by_head, weights = arguments
+        products = torch.bmm(by_head[rows].float().transpose(0, 1), weights.float())
         return products.transpose(0, 1).flatten(1)[:, columns]
 
     def layers_of(self, a):

@@ -61,9 +61,9 @@ def unsupported_features(layer: torch.nn.Module) -> Iterator[str]:
 
 
 def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[MlaPreAttention | mla_rotation.QueryRotation]:
-    """Yield the parts that the op may serve, each with the rotation of its queries that attention may serve.
+    """Yield the pre-attention of each layer that the op supports, followed by the rotation of its queries if attention may do it.
 
-    In a model that vLLM compiles, or in any if forced.
+    Models that vLLM does not compile have none unless the plugin is forced.
     """
     from vllm.config import get_current_vllm_config
 
@@ -72,7 +72,7 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[MlaPreAtt
     if compiles and settings.pass_config.fuse_rope_kvcache_cat_mla and UPDATE not in (settings.splitting_ops or ()):
         return  # vLLM's pass fuses the rotation with the write
     for layer in model.modules():
-        if not hasattr(layer, "rocm_ops_front") or any(unsupported_features(layer)):
+        if not hasattr(layer, "rocm_ops_pre_attention") or any(unsupported_features(layer)):
             continue
         baseline, dtype = compilation.baseline_of(config, model)(True), config.model_config.dtype
         part = MlaPreAttention(layer, baseline)
@@ -100,24 +100,24 @@ def mla_norms(
     scale_ub: Tensor | None,
     layer_name,
 ) -> None:
-    """Run the op with the step's cache and slots of a layer."""
+    """Run `mla_norm_rope_and_cache` with the cache and slots that a layer has in this step."""
     from vllm.model_executor.layers.attention.attention import get_attention_context
     from vllm.utils.torch_utils import _resolve_layer_name
 
     _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
-    of_cache = cache_of(layer, cache, slots, qkv, kv_out, k_pe_out)
+    cache_arguments = step_cache(layer, cache, slots, qkv, kv_out, k_pe_out)
     if (queries := mla_rotation.rotation_of(layer.impl.rocm_ops)) is not None:
         queries.angles = positions, cos_sin_cache, is_neox
     given = qkv, q_weight, kv_weight, epsilon, positions, cos_sin_cache, is_neox, q_out, kv_out, k_pe_out
-    MlaPreAttention.op.call(*given, *of_cache, q_scale, scales_out, scale_ub)
+    MlaPreAttention.op.call(*given, *cache_arguments, q_scale, scales_out, scale_ub)
 
 
-def cache_of(
+def step_cache(
     layer, cache: Tensor, slots: Tensor | None, qkv: Tensor, *written: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a layer's cache in the dtype of its elements, the slots, and the scale.
+    """Return a layer's cache, viewed in the dtype of its elements, the slots [T], and the cache's scale.
 
-    A run without a cache, as vLLM's profile run, has no slots.
+    Without a cache, as in vLLM's profile run, slots are empty, so that nothing is written.
     """
     if slots is None or cache.numel() == 0:
         none = qkv.new_empty(0, dtype=torch.int64)
@@ -126,36 +126,48 @@ def cache_of(
     return decoder.cache(cache), slots.flatten()[: len(qkv)], decoder.scale(layer)
 
 
-def of_wrapper(wrapper: type) -> type:
+def wrapper_class(wrapper: type) -> type:
     """Return the subclass of vLLM's layer."""
     from vllm.utils.torch_utils import _encode_layer_name
 
     from vllm_rocm_ops.vllm.graph import fused_quant
 
     class RocmOpsMlaAttention(wrapper):
-        """Run the op between the projections of vLLM's layer where it was selected."""
+        """Run `mla_norms` between the projections of vLLM's layer where it was selected."""
 
-        rocm_ops_front: MlaPreAttention | None = None
+        rocm_ops_pre_attention: MlaPreAttention | None = None
 
         def forward(self, positions, hidden_states, llama_4_scaling=None):
-            front = self.rocm_ops_front
-            if front is None or llama_4_scaling is not None:
+            pre_attention = self.rocm_ops_pre_attention
+            if pre_attention is None or llama_4_scaling is not None:
                 return super().forward(positions, hidden_states, llama_4_scaling)
             if self.q_lora_rank is None:  # both projections before the split: their input is quantized once
-                qkv, made = self.kv_a_proj_with_mqa(hidden_states)[0], self.q_proj(hidden_states)[0]
+                qkv, projected_q = self.kv_a_proj_with_mqa(hidden_states)[0], self.q_proj(hidden_states)[0]
             else:
                 qkv = self.fused_qkv_a_proj(hidden_states)[0]
-            q, kv, k_pe, scales = front.outputs(qkv)
-            static, bound = front.scales()
+            q, kv, k_pe, scales = pre_attention.outputs(qkv)
+            static, bound = pre_attention.scales()
             name = _encode_layer_name(self.mla_attn.layer_name)
-            given = qkv, *front.norms(), positions, *front.angles(), q, kv, k_pe, static, scales, bound, name
+            given = (
+                qkv,
+                *pre_attention.norms(),
+                positions,
+                *pre_attention.angles(),
+                q,
+                kv,
+                k_pe,
+                static,
+                scales,
+                bound,
+                name,
+            )
             torch.ops.vllm_rocm_ops.mla_norms(*given)
-            if front.kind:
+            if pre_attention.kind:
                 scale = static if scales is None else scales
-                q = fused_quant.Quantized(q, scale, qkv.dtype, q.shape, front.input_key)
-            q = made if q is None else self.q_b_proj(q)[0]
+                q = fused_quant.Quantized(q, scale, qkv.dtype, q.shape, pre_attention.input_key)
+            q = projected_q if q is None else self.q_b_proj(q)[0]
             q = q.view(-1, self.num_heads, self.qk_head_dim)
-            if mla_rotation.rotation_of(front.decoder) is None:
+            if mla_rotation.rotation_of(pre_attention.decoder) is None:
                 nope = self.qk_nope_head_dim
                 # The compiler removes this unneeded rotation of keys.
                 unrotated = qkv[:, -self.qk_rope_head_dim :].unsqueeze(1)
@@ -207,7 +219,7 @@ def install() -> None:
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
     split.define(mla_norms, "q_out", "kv_out", "k_pe_out", "scales_out")
-    seam.replace(MultiHeadLatentAttentionWrapper, of_wrapper(MultiHeadLatentAttentionWrapper))
+    seam.replace(MultiHeadLatentAttentionWrapper, wrapper_class(MultiHeadLatentAttentionWrapper))
     split.also_at(TORCH_OP, UPDATE)
     compiled_ops.pattern_finders.append(pre_attentions)
 

@@ -120,7 +120,7 @@ class MlaPreAttention(compiled_ops.LayerPart):
     # For timing
 
     def take(self, plugin_serves: bool) -> None:
-        self.layer.rocm_ops_front = self if plugin_serves or self.decoder.is_forced else None
+        self.layer.rocm_ops_pre_attention = self if plugin_serves or self.decoder.is_forced else None
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
         return 3.0 * tokens * sum(self.sizes) * self.dtype.itemsize, 0.0

@@ -37,7 +37,7 @@ def shape_of(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> str:
 
 
 def unsupported_features(attn: torch.nn.Module) -> Iterator[str]:
-    """Yield the features of an attention layer without which attention cannot rotate its queries."""
+    """Yield the features of an attention layer with which attention cannot rotate its queries."""
     weights = getattr(attn, "W_UK_T", None)
     if not isinstance(weights, Tensor) or weights.dim() != 3 or any(getattr(attn, name, False) for name in OTHERS):
         yield "another product than torch.bmm with W_UK"
@@ -46,23 +46,23 @@ def unsupported_features(attn: torch.nn.Module) -> Iterator[str]:
 
 
 def rotation_of(decoder) -> QueryRotation | None:
-    """Return what rotates the queries of a decoder's layer in attention, None if vLLM's graph does."""
+    """Return the `QueryRotation` of a decoder's layer, None if vLLM's graph rotates its queries."""
     return getattr(decoder, "rotation", None)
 
 
 class QueryRotation(LayerPart):
-    """Implement the rotation of a layer's queries and its product with W_UK, and as compiled_ops.py times them.
+    """The rotation of a layer's queries in attention, and its comparison with vLLM's rotation and the product with W_UK.
 
-    Inputs are q_pe, positions and, up to the product's token limit, q_nope.
+    Inputs are q_pe [T, heads, rope], positions [T] and, up to the product's token limit, q_nope.
     """
 
     op = ops.batched_gemm_rope
     angles: tuple[Tensor, Tensor, bool] | None = None
     """Positions, cosines and sines, and the pairing, from mla_norms until attention in a step."""
 
-    def __init__(self, front: MlaPreAttention, baseline: Baseline):
-        self.front, self.attn, self.decoder = front, front.attn, front.decoder
-        self.nope, self.rope = front.layer.qk_nope_head_dim, front.layer.qk_rope_head_dim
+    def __init__(self, pre_attention: MlaPreAttention, baseline: Baseline):
+        self.pre_attention, self.attn, self.decoder = pre_attention, pre_attention.attn, pre_attention.decoder
+        self.nope, self.rope = pre_attention.layer.qk_nope_head_dim, pre_attention.layer.qk_rope_head_dim
         heads, k, n = self.weights.shape
         shape = shape_of((heads, k, n, self.rope), self.weights.dtype)
         self.name(shape, baseline)
@@ -75,7 +75,7 @@ class QueryRotation(LayerPart):
         heads, k, n = self.weights.shape
         q = torch.empty(2, heads, k + self.rope, dtype=dtype, device="meta")
         weights = torch.empty_strided(self.weights.shape, self.weights.stride(), dtype=dtype, device="meta")
-        table, is_neox = self.front.angles()
+        table, is_neox = self.pre_attention.angles()
         positions = torch.empty(2, dtype=torch.int64, device="meta")
         given = q[..., :k], weights, q[..., k:], positions, table.to("meta"), is_neox, q.new_empty(2, heads, n)
         return dtype == self.weights.dtype and linear_base.has_kernels(self.op, *given)
@@ -140,7 +140,7 @@ class QueryRotation(LayerPart):
         shape, dtype = (tokens, heads, self.nope + self.rope), self.weights.dtype
         q = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         q_nope, q_pe = q.split([self.nope, self.rope], -1)
-        positions = torch.randint(0, len(self.front.angles()[0]), (tokens,), generator=generator, device=device)
+        positions = torch.randint(0, len(self.pre_attention.angles()[0]), (tokens,), generator=generator, device=device)
         return q_pe, positions, q_nope if tokens <= mla_absorb.MAX_TOKENS else None
 
     def out(self, q_nope: Tensor) -> Tensor:
@@ -150,14 +150,14 @@ class QueryRotation(LayerPart):
         """Return the rotated q_pe and the product by the op, or None where no kernel supports the call."""
         x = q_pe.new_empty((0, q_pe.shape[1], self.nope)) if q_nope is None else q_nope
         out = self.out(x)
-        given = x, self.weights, q_pe, positions, *self.front.angles(), out
+        given = x, self.weights, q_pe, positions, *self.pre_attention.angles(), out
         with torch._C.DisableTorchFunctionSubclass():
             served = self.op.run_kernels(*given) is not None
         return (q_pe, None if q_nope is None else out) if served else None
 
     def computed(self, q_pe: Tensor, positions: Tensor) -> Tensor:
         """Return the rotated q_pe by vLLM's layer, as its compiler sees it."""
-        return self.front.layer.rotary_emb.forward_native(positions, q_pe, q_pe[:, :1])[0]
+        return self.pre_attention.layer.rotary_emb.forward_native(positions, q_pe, q_pe[:, :1])[0]
 
     def completed(self, rotated: Tensor, q_pe: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return q_pe and the product by `batched_gemm`, or by torch.bmm where no kernel supports it."""
@@ -173,16 +173,16 @@ class QueryRotation(LayerPart):
 
     def exact(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> list[Tensor | None]:
         rotated, product = q_pe.float(), None
-        rotation.rotate(rotated, positions, *self.front.angles())
+        rotation.rotate(rotated, positions, *self.pre_attention.angles())
         if q_nope is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 product = torch.bmm(q_nope.float().transpose(0, 1), self.weights.float()).transpose(0, 1).flatten(1)
         return [rotated.flatten(1), product]
 
 
-def rotations(front: MlaPreAttention, baseline: Baseline, dtype: torch.dtype) -> Iterator[QueryRotation]:
+def rotations(pre_attention: MlaPreAttention, baseline: Baseline, dtype: torch.dtype) -> Iterator[QueryRotation]:
     """Yield the rotation of a layer's queries, if attention may do it."""
-    if not any(unsupported_features(front.attn)):
-        part = QueryRotation(front, baseline)
+    if not any(unsupported_features(pre_attention.attn)):
+        part = QueryRotation(pre_attention, baseline)
         if part.has_kernels(dtype):
             yield part

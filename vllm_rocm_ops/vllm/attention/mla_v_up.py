@@ -1,4 +1,4 @@
-"""Fuse o_proj's input quantization into W_UV's GEMM, in MLA layers that the seam quantized_attention changes in a graph.
+"""Fuse o_proj's input quantization into W_UV's GEMM, in MLA layers whose graph the seam quantized_attention rewrites.
 
 vLLM's attention op receives an e4m3 output and its scales per 128 columns. `forward_impl` then runs in 16 bits, and
 W_UV (mla_absorb.py) writes both for the decode rows, where its launch was timed to be faster than two. All other rows
@@ -30,11 +30,11 @@ METHOD = "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output", "outp
 
 @dataclass
 class FusedProduct:
-    """The product of a W_UV with a quantized result, where all `choices` win.
+    """A `rocm_ops_fused` of W_UV: the product with a quantized result, where all `choices` select it.
 
     Attributes:
         output: The e4m3 values [tokens, heads * 128] and scales [tokens, heads] to write, None outside of such calls.
-        rows: How many of their rows are written.
+        rows: The number of rows written in this call.
     """
 
     choices: tuple[kernel_selection.Choice, ...] = ()
@@ -59,8 +59,8 @@ class FusedProduct:
         return any(choice.baseline_always_serves for choice in self.choices)
 
 
-def forward_of(forward):
-    """Return vLLM's `MLAAttention.forward_impl` with quantized outputs."""
+def with_quantized_output(forward):
+    """Wrap vLLM's `MLAAttention.forward_impl` so that it accepts an FP8 output with its scales [tokens, heads]."""
 
     @functools.wraps(forward)
     def forward_impl(self, *given, output, output_scale=None, output_block_scale=None, **rest):
@@ -107,7 +107,7 @@ def install() -> None:
     """Wrap vLLM's method."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
-    MLAAttention.forward_impl = forward_of(MLAAttention.forward_impl)
+    MLAAttention.forward_impl = with_quantized_output(MLAAttention.forward_impl)
 
 
 # Decisions
@@ -157,7 +157,7 @@ def may_quantize(decoder, weights: Tensor | None, decided: kernel_selection.Deci
 
 
 class Quantized(mla_absorb.MlaAbsorb):
-    """Describe W_UV's GEMM and the quantization, against torch.bmm and vLLM's quantization."""
+    """W_UV's GEMM with quantization, against torch.bmm and vLLM's quantization."""
 
     beside = mla_absorb.BMM
 
@@ -165,17 +165,17 @@ class Quantized(mla_absorb.MlaAbsorb):
         return super().describe(layer) + OUTPUTS[KIND]
 
     def outputs(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor]:
-        made, _, groups = timing.outputs(KIND, x.new_empty((*x.shape[:2], GROUP)))
-        return made, None, groups
+        values, _, groups = timing.outputs(KIND, x.new_empty((*x.shape[:2], GROUP)))
+        return values, None, groups
 
     def plugin(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor] | None:
-        made = self.outputs(x, weights)
-        return None if mla_absorb.run(x, weights, made[0], made[2]) is None else made
+        outputs = values, _, groups = self.outputs(x, weights)
+        return None if mla_absorb.run(x, weights, values, groups) is None else outputs
 
     def baseline(self, x: Tensor, weights: Tensor) -> tuple[Tensor, None, Tensor]:
-        made, plain = self.outputs(x, weights), self.plain(x, weights)
-        quantize(plain, made[0].flatten(1), None, made[2])
-        return made
+        outputs = values, _, groups = self.outputs(x, weights)
+        quantize(self.plain(x, weights), values.flatten(1), None, groups)
+        return outputs
 
     def plain(self, x: Tensor, weights: Tensor) -> Tensor:
         """Return the result in 16 bits."""
@@ -186,7 +186,7 @@ class Quantized(mla_absorb.MlaAbsorb):
 
 
 class AgainstTwoLaunches(Quantized):
-    """The same against the plugin's GEMM followed by vLLM's quantization."""
+    """W_UV's GEMM with quantization, against the plugin's GEMM followed by vLLM's quantization."""
 
     beside = SEPARATE
 

@@ -1,10 +1,10 @@
-"""Let norms update their residual in place across the points where vLLM splits a model, where nothing reads it later.
+"""Let norms update their residual in place across the points where vLLM splits a model, if nothing reads it later.
 
-vLLM's RMSNorm calls its op so that the op may write to the residual, GemmaRMSNorm (Gemma, Qwen3-Next, Qwen3.5) so that it may not. Within
-a piece the pass sees who reads a residual (graph/rewrite.py). A residual that comes from another piece it must not change, so that it
-leaves the norm to the compiler: the norm after each attention layer. This seam looks at the whole graph before vLLM splits it, and turns
-the second kind of call into the first where neither the norm's input nor its residual has a later reader. Then vLLM's own pass marks
-the residual as one that may be changed.
+vLLM's RMSNorm calls `fused_add_rms_norm.maybe_inplace`, which may overwrite the residual, GemmaRMSNorm (Gemma, Qwen3-Next, Qwen3.5) the
+overload `default`, which may not. Within a piece of the model the pass sees all readers of a residual (graph/rewrite.py). It must not
+overwrite one from another piece, so it leaves the norm after each attention layer to the compiler. This seam sees the whole graph before
+vLLM splits it, and changes `default` to `maybe_inplace` where neither the norm's input nor its residual has a later reader. Then vLLM's
+own pass marks the residual as one that may be overwritten.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ADD_NORM = "vllm_ir::fused_add_rms_norm"
 
 
 def memory_of(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a node's values may be."""
+    """Return the node that owns the memory that a node may alias."""
     while split.calls_method(node, *split.MAY_ALIAS):
         node = node.args[0]
     return node
 
 
 def is_last(node: fx.Node, reader: fx.Node) -> bool:
-    """True if a node's memory is a result within the graph that nothing reads after `reader`."""
+    """True if the graph itself allocates a node's memory, and nothing reads it after `reader`."""
     owner = memory_of(node)
     is_part = owner.target is operator.getitem and bool(split.op_of(owner.args[0]))  # else a view of a tensor
     if not is_part and not split.makes_memory(owner):
@@ -41,7 +41,7 @@ def is_last(node: fx.Node, reader: fx.Node) -> bool:
 
 
 def donate(graph: fx.Graph, splitting_ops: list[str]) -> int:
-    """Let norms update residuals that nothing reads later, and return how many."""
+    """Change norms whose residual nothing reads later to `maybe_inplace`, and return their number."""
     op, changed = torch.ops.vllm_ir.fused_add_rms_norm, 0
     for node in graph.find_nodes(op="call_function", target=op.default):
         if all(isinstance(x, fx.Node) and is_last(x, node) for x in node.args[:2]):
@@ -51,7 +51,7 @@ def donate(graph: fx.Graph, splitting_ops: list[str]) -> int:
 
 
 def decide(config, decided) -> str:
-    """Have graphs changed, once a model is loaded. Nothing depends on times."""
+    """Register `donate` once a model is loaded. It needs no times."""
     split.before(donate)
     return ""
 

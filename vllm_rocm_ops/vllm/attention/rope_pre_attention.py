@@ -1,9 +1,9 @@
-"""Describe head norms, rotation and cache write of attention layers as one op call, for the seam rope_and_cache.py.
+"""Run head norms, rotation and cache write of attention layers by one op, for the seam rope_and_cache.py.
 
-It has what compiled_ops.py needs to time the call against vLLM's layers and their backend's cache write.
+compiled_ops.py times the call against vLLM's layers and their backend's cache write.
 
-MiniMax-M2 computes both norms over all heads in one method of their class, in PyTorch, so a layer that the plugin serves marks them. With
-tensor parallelism vLLM sums their squares over all ranks, which is an op of its own: these norms stay vLLM's.
+In MiniMax-M2 one PyTorch method of the norms' class computes both norms, over all heads, so a served layer marks them in the graph. With
+tensor parallelism vLLM all-reduces their sums of squares: such norms stay vLLM's.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from vllm_rocm_ops.vllm.selection.key import Baseline
 OWN_KERNEL = "use_fused_qk_norm_rope_gate"
 """The attribute by which vLLM's Qwen3NextAttention calls its own kernel, on CUDA."""
 SEPARATE = {"RocmOpsRMSNorm"}, {"RocmOpsGemmaRMSNorm"}
-TOGETHER = "MiniMaxText01RMSNormTP"
-"""vLLM's norms with a forward each, and those whose class computes both."""
+JOINT_NORM = "MiniMaxText01RMSNormTP"
+"""Classes of vLLM's norms that are called one by one, and the class whose `forward_qk` computes both."""
 
 
 def shape_of(
     heads: tuple[int, int, int], rotary: int, is_neox: bool, dtype: torch.dtype, cache: str, traits: str = ""
 ) -> str:
-    """Return the name of a layer's call for all token counts, as it is recorded.
+    """Return the shape of a key, for all token counts.
 
-    `heads` are query heads, key heads and their size; `rotary` elements of a head are rotated, by halves if NeoX-style. `traits` are
+    `heads` are query heads, key heads and head size; `rotary` elements of a head are rotated, by halves if NeoX-style. `traits` are
     of `Traits.name`.
     """
     query, key, size = heads
@@ -47,21 +47,21 @@ def shape_of(
 
 
 def shapes_of(parameters: tuple, dtype: torch.dtype) -> list[str]:
-    """Return the names under which a model's call may be recorded: each pairing and cache dtype."""
+    """Return the shapes of keys that may stand for a model's call: of each pairing and cache dtype."""
     *heads, rotary = parameters[:4]
     caches, traits = attention.PLAIN + attention.E4M3, Traits(*parameters[6:]).name
     return [shape_of(heads, rotary, is_neox, dtype, cache, traits) for is_neox in (True, False) for cache in caches]
 
 
 class Traits(NamedTuple):
-    """Hold what few layers have, such as Qwen3-Next's and Qwen3.5's.
+    """Traits of a layer's norms and rotation that few models have, such as Qwen3-Next and Qwen3.5.
 
     Attributes:
         one_plus: Whether head norms multiply by 1 + weight.
         is_gated: Whether each query head is followed by the gate of its output.
         height_pairs: Pairs of a head that rotate by the position of height.
         width_pairs: Pairs that rotate by the position of width.
-        over_all: Whether one norm is over all heads.
+        over_all: Whether a norm is over all heads together.
     """
 
     one_plus: bool = False
@@ -87,9 +87,9 @@ def is_gate_beside(layer: torch.nn.Module) -> bool:
 
 
 class RopePreAttention(LayerPart):
-    """Implement the part of a layer between its projection and attention by an op, and as compiled_ops.py times it.
+    """The pre-attention of a layer by one op, and its comparison with vLLM's layers and cache write.
 
-    Its inputs are the projection's result, positions, slots, and a cache.
+    Inputs are qkv [T, columns], positions [T] or [T, 3], slots [T], and a cache.
     """
 
     peers: tuple[RopePreAttention, ...] = ()
@@ -130,21 +130,21 @@ class RopePreAttention(LayerPart):
         return [*qkv.unflatten(1, (-1, size)).split([query, key, key], 1)]
 
     def weights(self) -> tuple:
-        """Return the weights of both norms and their epsilon, or nothing."""
+        """Return (q weight, k weight, epsilon), () without norms."""
         return (*(norm.weight.data for norm in self.norms), self.norms[0].variance_epsilon) if self.norms else ()
 
     def run(self, call: Callable, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor):
-        """Call the op, and return its result, and q and k."""
+        """Return the result of `call` on the op's arguments, then q and k [T, heads, size]."""
         q, k, v = self.parts(qkv)
         outs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)] if self.norms else []
-        angles = self.of_model(positions), self.rotary.cos_sin_cache, self.rotary.is_neox_style
+        angles = self.model_positions(positions), self.rotary.cos_sin_cache, self.rotary.is_neox_style
         places = *self.decoder.caches(self.attn, cache), slots, *self.decoder.scales(self.attn)
         rows = (q, k) if outs else (backends.in_rows(q), backends.in_rows(k))
         more = (self.traits.one_plus, *self.traits.sections) if outs else ()
         return call(*rows, v, *self.weights(), *angles, *outs, *places, *more), *(outs or (q, k))
 
-    def of_model(self, positions: Tensor) -> Tensor:
-        """Return positions as the model has them: [3, T] in memory where a comparison has rows of three."""
+    def model_positions(self, positions: Tensor) -> Tensor:
+        """Return the model's positions [T] or [3, T], given a comparison's [T] or [T, 3]."""
         return positions.t() if any(self.traits.sections) else positions
 
     def cache(self, tokens: int, device: torch.device | str) -> Tensor:
@@ -153,10 +153,10 @@ class RopePreAttention(LayerPart):
         return backends.cache_of(self.decoder.backend, self.decoder.impl, tokens, dtype, device)
 
     def has_kernels(self) -> bool:
-        made = functools.partial(torch.empty, device="meta")
-        tokens = made(2, dtype=torch.int64)
-        positions = made(3, 2, dtype=torch.int64).t() if any(self.traits.sections) else tokens
-        given = made(2, self.columns, dtype=self.dtype), positions, tokens, self.cache(2, "meta")
+        empty = functools.partial(torch.empty, device="meta")
+        tokens = empty(2, dtype=torch.int64)
+        positions = empty(3, 2, dtype=torch.int64).t() if any(self.traits.sections) else tokens
+        given = empty(2, self.columns, dtype=self.dtype), positions, tokens, self.cache(2, "meta")
 
         def on_meta(*values) -> bool:
             return linear_base.has_kernels(self.op, *(v.to("meta") if isinstance(v, Tensor) else v for v in values))
@@ -177,7 +177,7 @@ class RopePreAttention(LayerPart):
         marks, serves = markers.of_rotation(self.rotary, bool(self.norms)), all(taken.values())
         self.rotary._forward_method = marks if serves else self.rotary.forward_native
         for part in self.peers:
-            if is_together(part.norms):
+            if are_joint(part.norms):
                 markers.of_norms(part.norms, serves)
             if part.has_own_kernel:
                 setattr(part.layer, OWN_KERNEL, not serves)
@@ -202,7 +202,7 @@ class RopePreAttention(LayerPart):
 
     def computed(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Return q and k by vLLM's layers, as its compiler sees them, and a copy of the gate if there is one."""
-        positions = self.of_model(positions)
+        positions = self.model_positions(positions)
         if self.has_own_kernel:
             q, k, _, gate = self.layer._project_qkv_gate(qkv, positions)
             return q, k, gate
@@ -227,8 +227,8 @@ class RopePreAttention(LayerPart):
         slots = torch.arange(tokens, device=q.device)
         places = slots // layout.page_size, slots % layout.page_size
         scales = self.decoder.scales(self.attn) if self.decoder.is_fp8 else (1.0, 1.0)
-        held = (each(*places).float() * scale for each, scale in zip((layout.keys, layout.values), scales))
-        return [x.flatten(1) for x in (q, k, *held)]
+        cached = (read(*places).float() * scale for read, scale in zip((layout.keys, layout.values), scales))
+        return [x.flatten(1) for x in (q, k, *cached)]
 
     def exact(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> list[Tensor]:
         q, k, v = (x.float().clone() for x in self.parts(qkv))
@@ -241,7 +241,12 @@ class RopePreAttention(LayerPart):
                 * (weight.float() + self.traits.one_plus).unflatten(0, (-1, x.shape[2]))
                 for x, weight in zip((q, k), weights)
             )
-        angles = self.of_model(positions), self.rotary.cos_sin_cache, self.rotary.is_neox_style, *self.traits.sections
+        angles = (
+            self.model_positions(positions),
+            self.rotary.cos_sin_cache,
+            self.rotary.is_neox_style,
+            *self.traits.sections,
+        )
         for x in (q, k):
             rotation.rotate(x, *angles)
         return [x.flatten(1) for x in (q, k, k, v)]
@@ -254,7 +259,7 @@ def norms_of(layer: torch.nn.Module, attn: torch.nn.Module, dtype: torch.dtype) 
     """Return the norms of queries and keys in a layer, or nothing where the op supports only what follows them."""
     norms = tuple(getattr(layer, name, None) for name in ("q_norm", "k_norm"))
     kinds = {type(norm).__name__ for norm in norms}
-    if kinds not in SEPARATE and not (is_together(norms) and norms[0].tp_world == 1):
+    if kinds not in SEPARATE and not (are_joint(norms) and norms[0].tp_world == 1):
         return ()
     size, heads = attn.head_size, (attn.num_heads, attn.num_kv_heads)
     shapes = [tuple(norm.weight.shape) for norm in norms]
@@ -266,9 +271,9 @@ def norms_of(layer: torch.nn.Module, attn: torch.nn.Module, dtype: torch.dtype) 
     return norms if norms[0].variance_epsilon == norms[1].variance_epsilon else ()
 
 
-def is_together(norms: tuple) -> bool:
-    """True if the norms' class computes both, in a method that the plugin knows."""
-    if not norms or {type(norm).__name__ for norm in norms} != {TOGETHER}:
+def are_joint(norms: tuple) -> bool:
+    """True if the norms' class computes both in a `forward_qk` with the expected parameters."""
+    if not norms or {type(norm).__name__ for norm in norms} != {JOINT_NORM}:
         return False
     computes = getattr(type(norms[0]), "forward_qk", lambda: None)
     return [*inspect.signature(computes).parameters] == ["q_norm", "k_norm", "q", "k"]
@@ -280,15 +285,15 @@ def are_over_all(norms: tuple, size: int) -> bool:
 
 
 def norm_refusal(norm: torch.nn.Module) -> str:
-    """Return why a norm stays vLLM's, empty if there is no reason."""
-    is_apart = type(norm).__name__ == TOGETHER and norm.tp_world > 1
-    return "whose squares vLLM sums over ranks" if is_apart else ""
+    """Return why a norm stays vLLM's, empty if the plugin may serve it."""
+    sums_over_ranks = type(norm).__name__ == JOINT_NORM and norm.tp_world > 1
+    return "whose squares vLLM sums over ranks" if sums_over_ranks else ""
 
 
 def normalized(norms: tuple, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     """Return the norms of heads [tokens, heads, size] by vLLM's modules, [tokens, heads * size] if they are over all heads."""
     if are_over_all(norms, q.shape[2]):
         q, k = q.flatten(1), k.flatten(1)
-    if is_together(norms):
+    if are_joint(norms):
         return type(norms[0]).forward_qk(*norms, q, k)
     return tuple(norm.vllm_forward(x) for norm, x in zip(norms, (q, k)))

@@ -145,9 +145,9 @@ def _run(*values) -> tuple[Tensor, ...]:
     else:
         from vllm.distributed import parallel_state
 
-        from vllm_rocm_ops.collectives.one_shot import without_kernel
+        from vllm_rocm_ops.collectives.all_reduce import run_fallback
 
-        outputs = without_kernel(op, False, lambda x: parallel_state.all_reduce(x, group), args)
+        outputs = run_fallback(op, False, lambda x: parallel_state.all_reduce(x, group), args)
     return padded(*as_tuple(outputs))
 
 

@@ -162,7 +162,7 @@ class AllReduceComparison:
         """Return the results of `baseline` and `exact` with FP8 on the wire, None where the plugin's launch sends none."""
         if self.reduce.wire(self.op, every[0], *args) != wire.FP8:
             return None
-        total, given = wire.summed(every, self.reduce.arch.fp8_dtype), list(copies(args))
+        total, given = wire.fp8_sum(every, self.reduce.arch.fp8_dtype), list(copies(args))
         outputs = (total,) if self.op is None else (*as_tuple(self.op.call(total, *given)), *self._residual(given))
         return self.results(outputs, given), self.exact([total], args)
 
@@ -179,7 +179,7 @@ class AllReduceComparison:
         if "scale" in self.op.Arguments._fields:
             limit = SCALE * LIMIT[a.quant_dtype]
             y = y.clamp(-limit, limit)
-        normed = [y] * (2 if self.op is launches.BOTH else 1)
+        normed = [y] * (2 if self.op is launches.NORM_AND_QUANT else 1)
         return [*normed, *([] if residual is None else [x])]
 
 

@@ -88,7 +88,7 @@ def install() -> None:
 def refresh(model: torch.nn.Module) -> None:
     """Have the plugin's experts read the weights that a model has now."""
     for module in model.modules():
-        if (experts := expert_support.held_by(module)) is not None:
+        if (experts := expert_support.serving_experts(module)) is not None:
             experts.refresh()
 
 

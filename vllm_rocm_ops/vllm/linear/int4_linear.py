@@ -1,8 +1,8 @@
 """Run linear layers of INT4 weights and 16-bit inputs (W4A16, symmetric) by `w4a16_gemm` where it is faster.
 
-compressed-tensors and GPTQ write these weights. On ROCm vLLM runs its Triton kernel, whose prepared layout of weights and
-scales the op reads, so both share them; that kernel serves all other calls (base.py). Other formats are left to vLLM: zero
-points (AWQ), 8 bits, fp16 inputs, columns in another order (act-order), and layers for which vLLM would run another kernel.
+Checkpoints of compressed-tensors and GPTQ have these weights. On ROCm vLLM runs its Triton kernel, which serves all
+other calls (base.py). The op reads weights and scales in that kernel's layout, so there is one copy of both. Left to
+vLLM: zero points (AWQ), 8 bits, fp16 inputs, act-order, and layers for which vLLM would run another kernel.
 """
 
 import types
@@ -18,23 +18,23 @@ from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import weight_order
 
 MAX_TOKENS = 32  # default token limit, before timing (kernel_selection.py)
-IN_WORD, STEP = 8, 32  # output channels in a word, the smallest group
+PACK_FACTOR, MIN_GROUP = 8, 32  # output channels per int32 word, smallest group of K
 
 
 def int4_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, baseline_name: str) -> Tensor:
     """Run `w4a16_gemm`, or the baseline, on x [M, K], weight [K, N / 8] and scale [groups, N]."""
-    given = x, weight, scale, bias, baseline_name
-    return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
+    arguments = x, weight, scale, bias, baseline_name
+    return COMPARISON.serve(COMPARISON.choice_of(*arguments), *arguments)
 
 
-def numbers(weight: Tensor, scale: Tensor, columns: Tensor) -> Tensor:
-    """Return the float32 numbers [K, columns] of output channels."""
-    bits = weight[:, columns // IN_WORD] >> (4 * (columns % IN_WORD)).to(weight.dtype) & 15
+def dequantize_columns(weight: Tensor, scale: Tensor, columns: Tensor) -> Tensor:
+    """Return the given columns (output channels) of a weight, dequantized to float32 [K, columns]."""
+    bits = weight[:, columns // PACK_FACTOR] >> (4 * (columns % PACK_FACTOR)).to(weight.dtype) & 15
     return (bits.float() - 8) * scale[:, columns].float().repeat_interleave(len(weight) // len(scale), 0)
 
 
 class Int4Linear(linear_base.GroupedLinear):
-    """Describe `int4_linear` for timing. A layer: the arguments except x, and x's dtype."""
+    """Calls of `int4_linear` for timing. A layer is its arguments without x, followed by x's dtype."""
 
     op, run, limit = ops.w4a16_gemm, staticmethod(int4_linear), MAX_TOKENS
     covers = ("weight_packed", 4)
@@ -49,7 +49,7 @@ class Int4Linear(linear_base.GroupedLinear):
 
     def columns(self, layer):
         k, words = layer[0].shape
-        return k, IN_WORD * words
+        return k, PACK_FACTOR * words
 
     def describe(self, layer):
         weight, scale, bias, _, dtype = layer
@@ -57,19 +57,19 @@ class Int4Linear(linear_base.GroupedLinear):
 
     def exact(self, arguments, x, rows, columns):
         _, weight, scale, bias, *_ = arguments
-        return x[rows].float() @ numbers(weight, scale, columns) + linear_base.bias_at(bias, columns)
+        return x[rows].float() @ dequantize_columns(weight, scale, columns) + linear_base.bias_at(bias, columns)
 
     def exact_of(self, a, rows, columns):
         return self.exact(a, a.x, rows, columns)
 
 
 class Table(linear_base.Table):
-    """vLLM's table of kernels for weights of few bits, which it asks by capability and configuration."""
+    """vLLM's table of `MPLinearKernel`s, which it asks by capability and by a layer's configuration."""
 
     chooser = "choose_mp_linear_kernel", ("config", "compute_capability")
 
     def all_methods(self):
-        return {name: taken for name, taken in super().all_methods().items() if name != "is_supported"}
+        return {name: parameters for name, parameters in super().all_methods().items() if name != "is_supported"}
 
     def choose(self, config):
         from vllm.model_executor.kernels import linear
@@ -87,14 +87,14 @@ TABLE = Table(
 
 
 def _fake(x, weight, scale, bias, baseline_name):
-    return x.new_empty((x.shape[0], IN_WORD * weight.shape[1]))
+    return x.new_empty((x.shape[0], PACK_FACTOR * weight.shape[1]))
 
 
 define(int4_linear, _fake)
 
 
 def probe() -> None:
-    """Raise `Unavailable` unless vLLM's kernels for weights of few bits, and its Triton kernel among them, are as expected."""
+    """Raise `Unavailable` unless vLLM's `MPLinearKernel`s, and its Triton kernel among them, are as expected."""
     from vllm.model_executor.kernels.linear.mixed_precision import triton_w4a16
 
     TABLE.probe()
@@ -103,8 +103,8 @@ def probe() -> None:
     seam.require_parameters(triton_w4a16.triton_w4a16_gemm, *names)
 
 
-def refusal(config) -> str:
-    """Return why the op does not support a layer, empty if it does."""
+def unsupported_reason(config) -> str:
+    """Return why the op does not support a layer of vLLM's `MPLinearLayerConfig`, empty if it does."""
     from vllm.scalar_type import scalar_types
 
     k, n = config.partition_weight_shape
@@ -115,8 +115,8 @@ def refusal(config) -> str:
         return "supports no columns in another order (act-order)"
     if config.act_type != torch.bfloat16 or config.out_type not in (None, torch.bfloat16):
         return "supports bfloat16 only"
-    if k % group or group % STEP or group != k and group.bit_count() != 1 or n % (2 * IN_WORD):
-        return f"supports groups of a power of two from {STEP} on, or one group, and multiples of {2 * IN_WORD} outputs"
+    if k % group or group % MIN_GROUP or group != k and group.bit_count() != 1 or n % (2 * PACK_FACTOR):
+        return f"supports groups of a power of two from {MIN_GROUP} on, or one group, and multiples of {2 * PACK_FACTOR} outputs"
     return ""
 
 
@@ -126,7 +126,7 @@ def install() -> None:
     from vllm.model_executor.kernels.linear.mixed_precision.triton_w4a16 import TritonW4A16LinearKernel as Triton
 
     class RocmOpsInt4Linear(linear_base.HasBaseline, TABLE.base_class()):
-        """Choose between `w4a16_gemm` and vLLM's Triton kernel. Without one, weights are prepared as for it."""
+        """Choose between `w4a16_gemm` and vLLM's Triton kernel, whose weight layout both read."""
 
         table, comparison, quantization = TABLE, COMPARISON, UNQUANTIZED
 
@@ -138,12 +138,13 @@ def install() -> None:
         def can_implement(cls, c):
             if envs.VLLM_BATCH_INVARIANT:
                 return cls.is_supported()
-            if why := refusal(c):
+            if why := unsupported_reason(c):
                 return False, why
-            kept = linear_base.vllm_kernel_for(cls, c)
-            if kept is None:
+            vllm_kernel = linear_base.vllm_kernel_for(cls, c)
+            if vllm_kernel is None:
                 return seam.served_platform() == "cpu", "leaves the layer to vLLM, which has no kernel for many tokens"
-            return issubclass(kept, Triton), f"leaves the layer to {kept.__name__}, whose weights have another layout"
+            is_triton = issubclass(vllm_kernel, Triton)
+            return is_triton, f"leaves the layer to {vllm_kernel.__name__}, whose weights have another layout"
 
         def __init__(self, c, *names, **named):
             super().__init__(c, *names, **named)
@@ -157,7 +158,7 @@ def install() -> None:
                 self.baseline.process_weights_after_loading(layer)
             weight, scale, _ = self._get_weight_params(layer)
             k, n = self.config.partition_weight_shape
-            fits = (weight.dtype, weight.shape) == (torch.int32, (k, n // IN_WORD)) and scale.shape[1:] == (n,)
+            fits = (weight.dtype, weight.shape) == (torch.int32, (k, n // PACK_FACTOR)) and scale.shape[1:] == (n,)
             weight_order.note_order(self, layer, "plain" if fits and k % len(scale) == 0 else None)
 
         def apply_weights(self, layer, x, bias=None):

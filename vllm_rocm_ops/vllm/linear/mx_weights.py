@@ -1,9 +1,11 @@
-"""Run linear layers of MX weights that vLLM emulates by `mx_gemm`, on the packed weights, for mxfp8_linear.py and mxfp4_linear.py.
+"""Run linear layers of MX weights and bf16 inputs by `mx_gemm` where vLLM emulates them.
 
-GPUs without MX instructions run these layers in bf16, beside a copy of MXFP8 weights of twice their bytes. Here the weights stay
-packed, as vLLM's emulation leaves them on request. At a call whose size the op does not serve, `mx_dequantize` makes that layer's copy,
-and vLLM's emulation multiplies by it (base.py). It rounds the inputs of W4A4 layers to their format, and so does the plugin, by the same function. Left to vLLM: layers for
-which it would run another kernel, fp16 inputs, MXFP8 weights with NaN, and layers whose copies the user asks for.
+mxfp8_linear.py and mxfp4_linear.py register the kernels. On GPUs without MX instructions vLLM multiplies in bf16, by
+default with a bf16 copy of MXFP8 weights, which takes twice their bytes. Here weights stay packed, and the op
+dequantizes them in registers. For calls that it does not serve, `mx_dequantize` writes a bf16 copy for the one call,
+and vLLM's emulation multiplies by it (base.py). The emulation fake-quantizes the inputs of W4A4 layers; the plugin
+calls the same function before its op. Left to vLLM: layers for which it would run another kernel, fp16 inputs, MXFP8
+weights with NaN, and layers for which the user asks for a copy at load.
 """
 
 import functools
@@ -20,47 +22,47 @@ from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import weight_order
 
 MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
-ROWS = 4  # the op's multiple of output channels
-COPIES = {"mxfp8": "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD", "mxfp4": "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD"}
-"""vLLM's variables that have its emulation copy weights to bf16. The first is set by default."""
+ROW_MULTIPLE = 4  # of output channels, for the op
+DEQUANT_AT_LOAD = {"mxfp8": "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD", "mxfp4": "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD"}
+"""vLLM's variables that have its emulation dequantize weights to bf16 at load. The first is on by default."""
 
 
 def mx_weight_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, baseline_name: str) -> Tensor:
     """Run `mx_gemm`, or the baseline, on x [M, K], weight [N, K] or [N, K / 2] and scale [N, K / 32]."""
-    given = x, weight, scale, bias, baseline_name
-    return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
+    arguments = x, weight, scale, bias, baseline_name
+    return COMPARISON.serve(COMPARISON.choice_of(*arguments), *arguments)
 
 
-def rounded(x: Tensor, baseline_name: str | None) -> Tensor:
-    """Return the input as vLLM's emulation rounds it for this layer."""
+def quant_dequant(x: Tensor, baseline_name: str | None) -> Tensor:
+    """Return x [M, K] as vLLM's emulation multiplies it: fake-quantized in W4A4 layers, unchanged in others."""
     kernel = linear_base.baseline_named(baseline_name) if baseline_name else None
     return getattr(kernel, "quant_dequant_func", lambda x: x)(x)
 
 
-def kind_of(weight: Tensor) -> str:
-    """Return vLLM's name of a packed weight's format."""
+def format_of(weight: Tensor) -> str:
+    """Return vLLM's name of a packed weight's format: "mxfp8" of float8_e4m3fn, "mxfp4" of uint8."""
     return "mxfp8" if weight.is_floating_point() else "mxfp4"
 
 
-def numbers(weight: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
-    """Return the float32 numbers [rows, K] of output channels."""
+def dequantize_rows(weight: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
+    """Return the given rows (output channels) of a weight, dequantized to float32 [rows, K]."""
     values = linear_base.rows_at(weight, rows) if weight.is_floating_point() else weight[rows]
     return mx_numbers(values, scale.view(torch.uint8)[rows]).float()
 
 
 class MxWeightLinear(linear_base.GroupedLinear):
-    """Describe `mx_weight_linear` for timing. A layer: the arguments except x, and x's dtype."""
+    """Calls of `mx_weight_linear` for timing. A layer is its arguments without x, followed by x's dtype."""
 
     op, run, limit = ops.mx_gemm, staticmethod(mx_weight_linear), MAX_TOKENS
 
     def baseline(self, x, weight, scale, bias, baseline_name):
         kernel = linear_base.baseline_named(baseline_name)
-        dense = ops.mx_dequantize.run_kernels(weight, scale) if multiplies_copies(kind_of(weight)) else None
-        layer = types.SimpleNamespace(weight=weight if dense is None else dense, weight_scale=scale)
+        in_bf16 = ops.mx_dequantize.run_kernels(weight, scale) if emulation_reads_bf16(format_of(weight)) else None
+        layer = types.SimpleNamespace(weight=weight if in_bf16 is None else in_bf16, weight_scale=scale)
         return kernel.apply_weights(layer, x, bias)
 
     def op_arguments(self, x, weight, scale, bias, baseline_name):
-        return rounded(x, baseline_name), weight, scale, bias
+        return quant_dequant(x, baseline_name), weight, scale, bias
 
     def columns(self, layer):
         weight, scale, *_ = layer
@@ -68,12 +70,12 @@ class MxWeightLinear(linear_base.GroupedLinear):
 
     def describe(self, layer):
         weight, _, bias, _, dtype = layer
-        return self.sizes(layer, dtype, bias=bias) + f" {kind_of(weight)}"
+        return self.sizes(layer, dtype, bias=bias) + f" {format_of(weight)}"
 
     def exact(self, arguments, x, rows, columns):
         _, weight, scale, bias, baseline_name = arguments
-        tokens = rounded(x[rows], baseline_name).float()
-        return tokens @ numbers(weight, scale, columns).t() + linear_base.bias_at(bias, columns)
+        tokens = quant_dequant(x[rows], baseline_name).float()
+        return tokens @ dequantize_rows(weight, scale, columns).t() + linear_base.bias_at(bias, columns)
 
     def exact_of(self, a, rows, columns):
         return self.exact((None, *a[1:], None), a.x, rows, columns)
@@ -91,7 +93,7 @@ define(mx_weight_linear, _fake)
 
 
 def probe(emulation: type, table: linear_base.Table) -> None:
-    """Raise `Unavailable` unless one of vLLM's tables, and its emulating kernel, are as expected."""
+    """Raise `Unavailable` unless a table of vLLM's and the emulating kernel in it are as expected."""
     from vllm import envs
 
     table.probe()
@@ -99,26 +101,26 @@ def probe(emulation: type, table: linear_base.Table) -> None:
     seam.require(hasattr(envs, "is_set"), "envs.is_set")
 
 
-def copies(quantization: str) -> bool:
-    """True if the user asks for vLLM's copy of weights in bf16."""
+def dequantizes_at_load(quantization: str) -> bool:
+    """True if the user has set the variable with which vLLM's emulation dequantizes weights at load."""
     from vllm import envs
 
-    name = COPIES[quantization]
+    name = DEQUANT_AT_LOAD[quantization]
     return name in envs.environment_variables and envs.is_set(name) and getattr(envs, name)
 
 
 @functools.cache
-def multiplies_copies(quantization: str) -> bool:
-    """True if vLLM's emulation multiplies by weights that are bf16 already. Up to 0.30 MXFP4's does not."""
+def emulation_reads_bf16(quantization: str) -> bool:
+    """True if vLLM's emulation accepts bf16 weights in place of packed ones. For MXFP4 it does not up to 0.30."""
     from vllm import envs
 
-    return COPIES[quantization] in envs.environment_variables
+    return DEQUANT_AT_LOAD[quantization] in envs.environment_variables
 
 
-def keeps_packed(kernel) -> bool:
-    """True if a kernel, or experts, of the plugin have packed MX weights of which vLLM's emulation multiplies copies."""
-    of_linear = getattr(kernel, "comparison", None) is COMPARISON and kernel.order is not None
-    return of_linear or getattr(kernel, "weight_only", False)
+def has_packed_weights(kernel) -> bool:
+    """True if a kernel or experts of the plugin have packed MX weights, which vLLM's emulation would dequantize."""
+    is_linear = getattr(kernel, "comparison", None) is COMPARISON and kernel.order is not None
+    return is_linear or getattr(kernel, "weight_only", False)
 
 
 def has_nan(weight: Tensor) -> bool:
@@ -126,23 +128,23 @@ def has_nan(weight: Tensor) -> bool:
     return any(((part & 127) == 127).any() for part in weight_order.parts(weight.view(torch.uint8)))
 
 
-def kernel_around(emulation: type, of: linear_base.Table, name: str) -> type:
-    """Return the plugin's kernel for one of vLLM's tables, which holds vLLM's emulating one."""
+def kernel_class(emulation: type, vllm_table: linear_base.Table, name: str) -> type:
+    """Return the plugin's class of kernels for a table of vLLM's, with vLLM's `emulation` as the baseline."""
     from vllm.config import get_current_vllm_config_or_none
     from vllm.platforms import current_platform
 
-    class Kernel(linear_base.HasBaseline, of.base_class()):
+    class Kernel(linear_base.HasBaseline, vllm_table.base_class()):
         """Choose between `mx_gemm` and vLLM's emulation, over packed weights."""
 
-        table, comparison, quantization = of, COMPARISON, UNQUANTIZED
-        traits = ("fp8" if of.quantization == "mxfp8" else "fp4",)
+        table, comparison, quantization = vllm_table, COMPARISON, UNQUANTIZED
+        traits = ("fp8" if vllm_table.quantization == "mxfp8" else "fp4",)
 
         @classmethod
         def is_supported(cls, compute_capability=None):
-            if of.quantization == "mxfp8" and not current_platform.is_cpu() and current_platform.supports_mx():
+            if vllm_table.quantization == "mxfp8" and not current_platform.is_cpu() and current_platform.supports_mx():
                 return False, "leaves the layer to block-scaled matrix instructions"
-            if copies(of.quantization):
-                return False, f"leaves the layer to vLLM, as {COPIES[of.quantization]} asks for"
+            if dequantizes_at_load(vllm_table.quantization):
+                return False, f"leaves the layer to vLLM, as {DEQUANT_AT_LOAD[vllm_table.quantization]} asks for"
             config = get_current_vllm_config_or_none()
             if config and config.model_config and config.model_config.dtype != torch.bfloat16:
                 return False, "supports bfloat16 only"
@@ -152,10 +154,10 @@ def kernel_around(emulation: type, of: linear_base.Table, name: str) -> type:
         def can_implement(cls, config):
             if getattr(config, "bmm_batch_size", None) is not None:
                 return False, "supports no batches"
-            kept = linear_base.vllm_kernel_for(cls, config)
-            if kept is None:
+            vllm_kernel = linear_base.vllm_kernel_for(cls, config)
+            if vllm_kernel is None:
                 return seam.served_platform() == "cpu", "leaves the layer to vLLM, which has no kernel for many tokens"
-            return issubclass(kept, emulation), f"leaves the layer to {kept.__name__}"
+            return issubclass(vllm_kernel, emulation), f"leaves the layer to {vllm_kernel.__name__}"
 
         def __init__(self, config):
             super().__init__(config)
@@ -164,8 +166,8 @@ def kernel_around(emulation: type, of: linear_base.Table, name: str) -> type:
         def process_weights_after_loading(self, layer):
             weight, scale = layer.weight.data, layer.weight_scale.data
             n, k = weight.shape[0], weight.shape[1] * (1 if weight.is_floating_point() else 2)
-            with_nan = weight.is_floating_point() and has_nan(weight)
-            if self.baseline is not None and (n % ROWS or scale.dtype != torch.uint8 or with_nan):
+            holds_nan = weight.is_floating_point() and has_nan(weight)
+            if self.baseline is not None and (n % ROW_MULTIPLE or scale.dtype != torch.uint8 or holds_nan):
                 self.baseline.process_weights_after_loading(layer)
                 return weight_order.note_order(self, layer, None)
             prepared = weight.contiguous(), scale[:n, : k // MX_BLOCK].contiguous()
@@ -175,13 +177,13 @@ def kernel_around(emulation: type, of: linear_base.Table, name: str) -> type:
         def apply_weights(self, layer, x, bias=None):
             if self.order is None:
                 return self.baseline.apply_weights(layer, x, bias)
-            given = x.reshape(-1, x.shape[-1]), layer.weight, layer.weight_scale, bias
+            arguments = x.reshape(-1, x.shape[-1]), layer.weight, layer.weight_scale, bias
             if self.baseline is None:
-                output = torch.ops.vllm_rocm_ops.mx_gemm(*given)
+                output = torch.ops.vllm_rocm_ops.mx_gemm(*arguments)
             elif linear_base.baseline_serves(self, x):
-                output = COMPARISON.baseline(*given, self.baseline_name)
+                output = COMPARISON.baseline(*arguments, self.baseline_name)
             else:
-                output = COMPARISON.call(self, *given, self.baseline_name)
+                output = COMPARISON.call(self, *arguments, self.baseline_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
     Kernel.__name__ = Kernel.__qualname__ = name

@@ -1,4 +1,4 @@
-"""Run linear layers of MXFP4 weights (E2M1 with one E8M0 scale per 32 of K) that vLLM emulates by `mx_gemm`, see mx_weights.py."""
+"""Run linear layers of MXFP4 weights (e2m1 with one e8m0 scale per 32 of K) by `mx_gemm`, see mx_weights.py."""
 
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import mx_weights
@@ -17,7 +17,7 @@ def emulation() -> type:
 
 def install() -> None:
     """Insert the plugin's kernel first in vLLM's table."""
-    linear_base.register_first(mx_weights.kernel_around(emulation(), TABLE, "RocmOpsMxfp4Linear"), TABLE.kernels())
+    linear_base.register_first(mx_weights.kernel_class(emulation(), TABLE, "RocmOpsMxfp4Linear"), TABLE.kernels())
 
 
 SEAM = TABLE.seam(

@@ -1,8 +1,8 @@
 """Run MX-FP8 linear layers (e4m3fn with one e8m0 scale per 32 of K) by `mxfp8_scaled_mm` where it is faster.
 
-On ROCm only gfx950 has matrix instructions for this format. There vLLM's kernel serves all other calls
-(base.py) and prepares the weight. A prepared weight may have one scale per 32 rows, which the op reads too. gfx942 multiplies bf16
-inputs (mx_weights.py).
+On ROCm only gfx950 has matrix instructions for this format. There vLLM's kernel prepares the weight and serves all
+other calls (base.py). A prepared weight may have one row of scales per 32 rows, which the op reads too. gfx942
+multiplies bf16 inputs (mx_weights.py).
 
 vLLM's op quantizes the input before either, where a compiled graph shows it to rewrite.py. vLLM's kernel quantizes
 inside. Given `Rows`, it skips that. The activation of a shared expert with a gate, which is in no graph, hands `Rows` to the layer.
@@ -18,22 +18,21 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import define
-from vllm_rocm_ops.core.quantization import MX
+from vllm_rocm_ops.core.quantization import MX, MX_BLOCK
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.linear import mx_weights
 
 MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
-GROUP = 32
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return vLLM's quantization of x [M, K]: values and scales."""
+    """Return x [M, K] quantized by vLLM: values [M, K], e4m3fn, and scales [M, K / 32], e8m0 in uint8."""
     return torch.ops.vllm.mxfp8_quantize(x, False, 0)
 
 
 class Rows:
-    """Stand for the input of vLLM's kernel, with values and scales instead of a tensor to quantize."""
+    """A quantized input, which vLLM's kernel does not quantize again: `values` [M, K] and `scale` [M, K / 32]."""
 
     def __init__(self, values: Tensor, scale: Tensor, dtype: torch.dtype):
         self.values, self.scale, self.dtype = values, scale, dtype
@@ -47,14 +46,14 @@ class Rows:
         return self.values.numel()
 
 
-def unless_quantized(within: Callable) -> Callable:
-    """Wrap vLLM's quantization so that it unpacks `Rows`."""
+def accepting_rows(quantize: Callable) -> Callable:
+    """Wrap vLLM's quantization so that it returns the values and scales of `Rows`, and quantizes tensors."""
 
-    @functools.wraps(within)
-    def quantized(x, *arguments, **keywords):
-        return (x.values, x.scale) if isinstance(x, Rows) else within(x, *arguments, **keywords)
+    @functools.wraps(quantize)
+    def wrapped(x, *arguments, **keywords):
+        return (x.values, x.scale) if isinstance(x, Rows) else quantize(x, *arguments, **keywords)
 
-    return quantized
+    return wrapped
 
 
 def mxfp8_linear(
@@ -66,13 +65,16 @@ def mxfp8_linear(
     out_dtype: torch.dtype,
     baseline_name: str,
 ) -> Tensor:
-    """Run `mxfp8_scaled_mm`, or the baseline on the same values. A weight may have one row of scales per 32 of its rows."""
-    given = a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name
-    return COMPARISON.serve(COMPARISON.choice_of(*given), *given)
+    """Run `mxfp8_scaled_mm`, or the baseline, on a [M, K] and weight [N, K].
+
+    Scales are [M, K / 32] and [N, K / 32], or [N / 32, K / 32] where 32 rows share them.
+    """
+    arguments = a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name
+    return COMPARISON.serve(COMPARISON.choice_of(*arguments), *arguments)
 
 
 class Mxfp8Linear(linear_base.Linear):
-    """Describe `mxfp8_linear` for timing. A layer: the arguments except a and its scales."""
+    """Calls of `mxfp8_linear` for timing. A layer is its arguments without a and scale_a."""
 
     op, run, limit = ops.mxfp8_scaled_mm, staticmethod(mxfp8_linear), MAX_TOKENS
 
@@ -95,16 +97,16 @@ class Mxfp8Linear(linear_base.Linear):
 
     def exact(self, arguments, x, rows, columns):
         _, _, weight, weight_scale, bias, *_ = arguments
-        shared = len(weight) // len(weight_scale)
-        scale = torch.exp2(weight_scale.view(torch.uint8)[columns // shared].float() - 127)
-        exact = linear_base.rows_at(weight, columns) * scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
-        return x[rows].float() @ exact.t() + linear_base.bias_at(bias, columns)
+        rows_per_scale = len(weight) // len(weight_scale)
+        scale = torch.exp2(weight_scale.view(torch.uint8)[columns // rows_per_scale].float() - 127)
+        dequantized = linear_base.rows_at(weight, columns) * scale.repeat_interleave(MX_BLOCK, 1)[:, : weight.shape[1]]
+        return x[rows].float() @ dequantized.t() + linear_base.bias_at(bias, columns)
 
     def layers_of(self, a):
         return [(a.b, a.scale_b, a.bias, a.out_dtype, None)]
 
     def exact_of(self, a, rows, columns):
-        tokens = a.a.float() * torch.exp2(a.scale_a.view(torch.uint8).float() - 127).repeat_interleave(GROUP, 1)
+        tokens = a.a.float() * torch.exp2(a.scale_a.view(torch.uint8).float() - 127).repeat_interleave(MX_BLOCK, 1)
         return self.exact((None, None, a.b, a.scale_b, a.bias), tokens, rows, columns)
 
 
@@ -134,10 +136,10 @@ def probe() -> None:
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils
 
     mx_weights.probe(emulation(), TABLE)
-    seam.require(mxfp8_utils.MXFP8_BLOCK_SIZE == GROUP, f"groups of {GROUP}")
+    seam.require(mxfp8_utils.MXFP8_BLOCK_SIZE == MX_BLOCK, f"groups of {MX_BLOCK}")
     seam.require(hasattr(torch.ops.vllm, "mxfp8_quantize"), "torch.ops.vllm.mxfp8_quantize")
-    within = inspect.unwrap(getattr(rocm_native, "mxfp8_e4m3_quantize", None))
-    seam.require(within is mxfp8_utils.mxfp8_e4m3_quantize, "mxfp8_e4m3_quantize in rocm_native.py")
+    quantize = inspect.unwrap(getattr(rocm_native, "mxfp8_e4m3_quantize", None))
+    seam.require(quantize is mxfp8_utils.mxfp8_e4m3_quantize, "mxfp8_e4m3_quantize in rocm_native.py")
     seam.require_parameters(rocm_native._mxfp8_dot_scaled_linear, "x", "w", "w_scale")
 
 
@@ -148,7 +150,7 @@ def install() -> None:
     from vllm.platforms import current_platform
 
     takes_rows = rocm_native.RocmDotScaledMxfp8LinearKernel
-    rocm_native.mxfp8_e4m3_quantize = unless_quantized(rocm_native.mxfp8_e4m3_quantize)
+    rocm_native.mxfp8_e4m3_quantize = accepting_rows(rocm_native.mxfp8_e4m3_quantize)
 
     def set_input_quantization(layer: torch.nn.Module) -> None:
         """Store in a layer how its input is quantized, for the norm or activation before it."""
@@ -185,10 +187,10 @@ def install() -> None:
             set_input_quantization(layer)
             n, k = layer.weight.shape
             replace_parameter(layer, "weight", layer.weight.data.contiguous())
-            replace_parameter(layer, "weight_scale", layer.weight_scale.data[:n, : k // GROUP].contiguous())
+            replace_parameter(layer, "weight_scale", layer.weight_scale.data[:n, : k // MX_BLOCK].contiguous())
 
         def apply_weights(self, layer, x, bias=None):
-            # vLLM's kernel keeps some weights in bf16. Its emulation does not quantize the input.
+            # vLLM's kernel dequantizes some weights to bf16 at load, and its emulation does not quantize the input.
             serves = self.baseline is None or (self.hands_rows and layer.weight.dtype == torch.float8_e4m3fn)
             if not serves or linear_base.baseline_serves(self, x):
                 return self.baseline.apply_weights(layer, x, bias)
@@ -200,8 +202,8 @@ def install() -> None:
                 output = COMPARISON.call(self, a, scale_a, weight, weight_scale, bias, x.dtype, self.baseline_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
-    of_weights = mx_weights.kernel_around(emulation(), TABLE, "RocmOpsMxfp8WeightLinear")
-    for kernel in (of_weights, RocmOpsMxfp8Linear):
+    weight_only = mx_weights.kernel_class(emulation(), TABLE, "RocmOpsMxfp8WeightLinear")
+    for kernel in (weight_only, RocmOpsMxfp8Linear):
         linear_base.register_first(kernel, TABLE.kernels())
 
 

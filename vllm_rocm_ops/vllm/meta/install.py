@@ -61,7 +61,7 @@ def install(step: Step, model: torch.nn.Module) -> None:
             instead(module, delta_net)
         elif hasattr(module, "impl") and hasattr(module, "num_kv_heads"):
             instead(module, attention)
-        elif name == rope_pre_attention.TOGETHER:
+        elif name == rope_pre_attention.JOINT_NORM:
             type(module).forward_qk = staticmethod(
                 lambda q_norm, k_norm, q, k: norms_over_all(step, (q_norm, k_norm), (q, k))
             )

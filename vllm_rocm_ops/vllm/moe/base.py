@@ -1,24 +1,22 @@
-"""Implement the plugin's experts in vLLM's MoE layers. Each keeps vLLM's experts for unsupported calls.
+"""Implement the plugin's experts in vLLM's MoE layers. Each holds vLLM's experts for the layer, the baseline.
 
 vLLM has no registry for experts, so the seams wrap its functions that select experts, in every module that imported
-them. The plugin's experts come first if they support the layer. Weights stay as loaded, which vLLM calls the
-TRITON backend, and the kept experts are vLLM's for that backend. With AITER enabled by its switch, weights are shuffled for
-AITER, which the op reads too. Then the kept experts are AITER's, vLLM routes, and the plugin serves where it was timed to
-be faster. The same holds beside a backend that the user named: its experts are kept, and layers of other backends than
-TRITON and AITER stay vLLM's.
+them. The plugin's experts come first if they support the layer. Weights stay as loaded, which vLLM calls the TRITON
+backend, and the baseline is vLLM's class for it. With AITER enabled by its switch, weights are in AITER's shuffled
+order, which the op reads too: the baseline is AITER's, vLLM routes, and the plugin serves where it was timed to be
+faster. So it is for a backend that the user named; other backends than TRITON and AITER stay vLLM's.
 
-Each call chooses between the op and the kept experts. On ROCm vLLM runs the whole layer in one opaque op, so the choice
-is made in Python outside of compiled graphs, and a captured graph holds the choice for its batch size. On CPU Dynamo
-traces the layer, there are no kept experts, and the op's reference runs.
+Each call chooses between the op and the baseline. On ROCm vLLM runs the whole layer in one opaque op, so the choice is
+made in Python outside of compiled graphs, and a captured graph holds the choice for its batch size. On CPU Dynamo
+traces the layer, there is no baseline, and the op's reference runs.
 
 - Tensor parallelism: a rank has a slice of each expert, and vLLM sums the ranks' results.
 - Expert parallelism: `expert_map` says which experts a rank has.
-- Data parallelism: vLLM sends tokens between ranks, by all-gather and reduce-scatter or by MoRI, quantized if the kept
-  experts want that, which the op supports. MoRI's buffers have spare rows, which go to no expert. Timing uses
-  unquantized tokens on both sides.
+- Data parallelism: vLLM moves tokens by all-gather and reduce-scatter or by MoRI, quantized if the baseline
+  wants it. MoRI's buffers have spare rows, which go to no expert. Timing uses 16-bit tokens on both sides.
 - The batched activation format (DeepEP low latency, NIXL) stays vLLM's.
-- Shared experts are linear layers and served by their seams. If AITER fuses them into the routed experts
-  (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), they are the last experts and vLLM's router sends all tokens to them, so the op's
+- Shared experts are linear layers, served by their seams. If AITER fuses them into the routed experts
+  (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS), vLLM routes all tokens to them as the last experts, so the op's
   `shared_experts` is unused here. With expert parallelism the layer stays AITER's.
 """
 
@@ -41,11 +39,11 @@ from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.moe.expert_support import (
     Predicates,
     copy_of,
-    refusal,
-    rest_of,
-    say_refused,
+    epilogue_traits,
+    log_unsupported,
+    mask_spare_rows,
     swiglu_of,
-    those_that_came,
+    unsupported_parallelism,
 )
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
@@ -64,7 +62,7 @@ APPLY = (
 def op_arguments(
     experts, hidden, w1, w2, topk_weights, topk_ids, expert_map, on_input: bool, hidden_scale, out_dtype, activation
 ) -> tuple:
-    """Return the arguments of `fused_experts`, with the scales in `experts`. Quantized tokens come with their scale."""
+    """Return the arguments of `fused_experts`, with the scales of `experts`; `hidden_scale` is None for 16-bit tokens."""
     hidden_scale = experts.a1_scale if hidden_scale is None else hidden_scale
     scales = experts.w1_scale, experts.w2_scale, hidden_scale, experts.a2_scale
     routing = topk_weights, topk_ids, out_dtype
@@ -107,18 +105,17 @@ def run(
 
 
 def choice_of(experts, tokens: int, comparison: LayerComparison, w1: Tensor, w2: Tensor, dtype: torch.dtype, *call):
-    """Return the choice for a layer, given the rest of `Experts`' layer, and hand all calls to a baseline that always serves."""
+    """Return the choice for a layer, given the rest of `Experts`' layer. A baseline that always serves gets all calls."""
     choice = getattr(experts, "choice", None)
     if choice is None or choice.layers is not None:
         topk, _, expert_map, _, activation, _ = call
-        scheme, rest = scheme_of(w1, experts.w1_scale).name, rest_of(experts, activation)
-        kept = type(experts), experts.named
-        key = *kept, w1.shape, w2.shape, w1.dtype, scheme, dtype, topk, expert_map is None, rest
+        scheme, rest = scheme_of(w1, experts.w1_scale).name, epilogue_traits(experts, activation)
+        key = type(experts), experts.named, w1.shape, w2.shape, w1.dtype, scheme, dtype, topk, expert_map is None, rest
         layer = w1, w2, dtype, experts, *call
         beside = Baseline(experts.baseline_class().__name__, named=experts.named)
         choice = experts.choice = kernel_selection.choice_for(key, comparison, beside, lambda: layer, w1, tokens)
     if choice.baseline_always_serves:
-        experts.leave()
+        experts.restore_baseline()
     return choice
 
 
@@ -143,7 +140,7 @@ class Experts(LayerComparison):
         here = f"{len(w1)}" if expert_map is None else f"{len(w1)} of {total}"
         types = kernel_selection.types(w1.dtype, dtype)
         how = " shuffled" * experts.shuffled + " alone" * experts.weight_only
-        return f"{here} experts {columns_of(w1)}x{columns_of(w2)} top {topk} {types} scales {kinds}{how}{rest_of(experts, activation)}"
+        return f"{here} experts {columns_of(w1)}x{columns_of(w2)} top {topk} {types} scales {kinds}{how}{epilogue_traits(experts, activation)}"
 
     def work(self, layer, tokens):
         w1, w2, _, _, topk, _, expert_map, *_, total = layer
@@ -169,8 +166,8 @@ class Experts(LayerComparison):
 
     def baseline(self, layer, x, weights, ids):
         w1, w2, _, experts, _, _, expert_map, on_input, activation, total = layer
-        options = activation, total, experts.map_of_baseline(expert_map), on_input
-        return experts.kernel.apply(x, *experts.held(w1, w2), weights, ids, *options)
+        options = activation, total, experts.baseline_expert_map(expert_map), on_input
+        return experts.kernel.apply(x, *experts.baseline_weights(w1, w2), weights, ids, *options)
 
     def exact(self, arguments, x, rows, columns):
         layer, _, weights, ids = arguments
@@ -183,11 +180,11 @@ class Experts(LayerComparison):
                 if expert < 0:
                     continue
                 token = x[row].float() * (weight if on_input else 1.0)
-                token = _rounded(token, experts.a1_scale, expert, w1.dtype)
-                made = weight_of(w1, experts.w1_scale, expert, experts.shuffled, torch.float32) @ token
-                made = made if experts.w1_bias is None else made + experts.w1_bias[expert]
-                gate, up = (made[::2], made[1::2]) if interleaved else made.chunk(2)
-                inner = _rounded(activated(gate, up, *swiglu), experts.a2_scale, expert, w2.dtype)
+                token = _quant_dequant(token, experts.a1_scale, expert, w1.dtype)
+                gate_up = weight_of(w1, experts.w1_scale, expert, experts.shuffled, torch.float32) @ token
+                gate_up = gate_up if experts.w1_bias is None else gate_up + experts.w1_bias[expert]
+                gate, up = (gate_up[::2], gate_up[1::2]) if interleaved else gate_up.chunk(2)
+                inner = _quant_dequant(activated(gate, up, *swiglu), experts.a2_scale, expert, w2.dtype)
                 result = weight_of(w2, experts.w2_scale, expert, experts.shuffled, torch.float32)[columns] @ inner
                 result = result if experts.w2_bias is None else result + experts.w2_bias[expert][columns]
                 results[place] += result * (1.0 if on_input else weight)
@@ -211,16 +208,16 @@ class Experts(LayerComparison):
 COMPARISON = Experts()
 
 
-def _rounded(x: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
-    """Round values as their static scale does: a model's scale does not fit random tokens."""
+def _quant_dequant(x: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
+    """Fake-quantize by a static scale, as a model's scale may clip random tokens. Dynamic scales do not need it."""
     if scales is None:
         return x
     scale = scales.flatten()[expert if scales.numel() > 1 else 0]
     return cast(x / scale, dtype).float() * scale
 
 
-def kernel_around(baseline) -> object:
-    """Return vLLM's kernel of experts."""
+def modular_kernel_of(baseline) -> object:
+    """Return vLLM's `FusedMoEKernel` of experts, without data or expert parallelism."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 
@@ -256,12 +253,12 @@ def replace(function: Callable, plugin: Callable) -> None:
             setattr(module, function.__name__, plugin)
 
 
-def first_of(candidates: list[type], config, weight_key=None, activation_key=None) -> type | None:
+def first_supported(candidates: list[type], config, weight_key=None, activation_key=None) -> type | None:
     """Return the plugin's first class that supports a layer, or None."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
 
-    if why := refusal(config.moe_parallel_config):
-        say_refused(why)
+    if why := unsupported_parallelism(config.moe_parallel_config):
+        log_unsupported(why)
         return None
     asked = config, weight_key, activation_key, FusedMoEActivationFormat.Standard
     return next((candidate for candidate in candidates if candidate.is_supported_config(candidate, *asked)[0]), None)
@@ -270,14 +267,14 @@ def first_of(candidates: list[type], config, weight_key=None, activation_key=Non
 def select(candidates: list[type], vllm_selects: Callable[[], tuple], config, *scheme) -> tuple:
     """Return a backend and its experts: the plugin's first class that supports a layer, else what vLLM selects.
 
-    Beside a backend that the user named, a class must keep the experts that vLLM selects.
+    Where the user named a backend, the baseline must be what vLLM selects.
     """
     named = None if config.moe_backend == "auto" else vllm_selects()
     if named is not None:
         keeps = envs.VLLM_ROCM_OPS_NAMED_BACKEND == "keep"
-        kept = ((candidate, (candidate.backend, candidate.baseline_class() or named[1])) for candidate in candidates)
-        candidates = [candidate for candidate, pair in kept if pair == named and not keeps]
-    chosen = first_of(candidates, config, *scheme) if candidates else None
+        pairs = ((each, (each.backend, each.baseline_class() or named[1])) for each in candidates)
+        candidates = [each for each, pair in pairs if pair == named and not keeps]
+    chosen = first_supported(candidates, config, *scheme) if candidates else None
     return (chosen.backend, chosen) if chosen else named or vllm_selects()
 
 
@@ -299,7 +296,7 @@ def baseline_class(oracle, backend, scheme: tuple) -> type | None:
 
 
 def modular(name: str, schemes: tuple, oracle, backend) -> type:
-    """Return the plugin's class of experts for tokens that vLLM has routed; vLLM's experts for `backend` are kept.
+    """Return the plugin's class of modular experts, with vLLM's for `backend` as baseline.
 
     `apply` must write into a buffer of vLLM's, so the op's result is copied.
     """
@@ -312,17 +309,17 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             super().__init__(moe_config, quant_config)
             baseline = self.baseline_class()
             self.baseline = baseline and baseline(moe_config, copy_of(quant_config))
-            self.kernel = baseline and kernel_around(self.baseline)  # for timing
+            self.kernel = baseline and modular_kernel_of(self.baseline)  # for timing
             moves_tokens = moe_config.moe_parallel_config.use_all2all_kernels or moe_config.dp_size > 1
-            self.is_fed_as_baseline = moves_tokens
+            self.gets_baseline_inputs = moves_tokens
 
         @property
         def expects_unquantized_inputs(self):
-            return not self.is_fed_as_baseline or self.baseline is None or self.baseline.expects_unquantized_inputs
+            return not self.gets_baseline_inputs or self.baseline is None or self.baseline.expects_unquantized_inputs
 
-        def leave(self):
+        def restore_baseline(self):
             if not getattr(self.baseline, "consumes_expert_mask", False):
-                self.apply, self.is_fed_as_baseline = self.baseline.apply, True
+                self.apply, self.gets_baseline_inputs = self.baseline.apply, True
 
         def workspace_shapes(self, M, N, K, *others, **more):
             if self.baseline is None:
@@ -353,17 +350,17 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             def baseline() -> Tensor:
                 quantized, scale = hidden_states, a1q_scale
                 if self.expects_unquantized_inputs:
-                    as_it_is = self.baseline.expects_unquantized_inputs
-                    quantized, scale = _quantize_input(hidden_states, self.quant_config, as_it_is)
+                    defers = self.baseline.expects_unquantized_inputs
+                    quantized, scale = _quantize_input(hidden_states, self.quant_config, defers)
                 self.baseline.apply(
                     output,
                     quantized,
-                    *self.held(*self.readable(w1, w2)),
+                    *self.baseline_weights(*self.op_weights(w1, w2)),
                     topk_weights,
                     topk_ids,
                     activation,
                     global_num_experts,
-                    self.map_of_baseline(expert_map),
+                    self.baseline_expert_map(expert_map),
                     scale,
                     a2_scale,
                     workspace13,
@@ -375,22 +372,25 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
 
             # With apply_router_weight_on_input vLLM has already multiplied the input by the weights.
             weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-            leave = None if self.baseline is None else baseline
-            ids = topk_ids if expert_tokens_meta is None else those_that_came(topk_ids, expert_tokens_meta)
-            routed = hidden_states, *self.readable(w1, w2), weights, ids
+            fallback = None if self.baseline is None else baseline
+            ids = topk_ids if expert_tokens_meta is None else mask_spare_rows(topk_ids, expert_tokens_meta)
+            routed = hidden_states, *self.op_weights(w1, w2), weights, ids
             options = expert_map, False, activation, global_num_experts
-            result = run(self, leave, *routed, *options, a1q_scale, output.dtype)
+            result = run(self, fallback, *routed, *options, a1q_scale, output.dtype)
             if result is not output:
                 output.copy_(result)
 
-    return finished(RocmOpsExperts, name, schemes, oracle, backend)
+    return with_attributes(RocmOpsExperts, name, schemes, oracle, backend)
 
 
-def finished(made: type, name: str, schemes: tuple, oracle, backend) -> type:
+def with_attributes(experts_class: type, name: str, schemes: tuple, oracle, backend) -> type:
     """Return a class with its name and the attributes that `Predicates` reads."""
-    made.__name__ = made.__qualname__ = name
-    made.schemes, made.baseline_class = schemes, staticmethod(lambda: baseline_class(oracle, backend, schemes[0]))
-    made.oracle, made.backend = oracle, backend
-    made.beside_aiter = backend.name == "TRITON" and hasattr(type(backend), "AITER")
-    made.shuffled = backend.name == "AITER"
-    return made
+    experts_class.__name__ = experts_class.__qualname__ = name
+    experts_class.schemes, experts_class.baseline_class = (
+        schemes,
+        staticmethod(lambda: baseline_class(oracle, backend, schemes[0])),
+    )
+    experts_class.oracle, experts_class.backend = oracle, backend
+    experts_class.beside_aiter = backend.name == "TRITON" and hasattr(type(backend), "AITER")
+    experts_class.shuffled = backend.name == "AITER"
+    return experts_class

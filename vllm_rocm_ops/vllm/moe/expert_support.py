@@ -18,8 +18,8 @@ ACTIVATIONS = "SILU", "SWIGLUOAI", "SWIGLUOAI_UNINTERLEAVE"
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 
-def refusal(config) -> str:
-    """Return the unsupported way of moving tokens between ranks, empty if it is supported."""
+def unsupported_parallelism(config) -> str:
+    """Return the unsupported all-to-all or parallelism of vLLM's `FusedMoEParallelConfig`, empty if all is supported."""
     backend = config.all2all_backend
     if config.use_batched_activation_format:
         return f"the batched activation format of {backend}"
@@ -31,7 +31,7 @@ def refusal(config) -> str:
 
 
 def unsupported(config, is_shuffled: bool, is_mx: bool) -> str:
-    """Return what the op, or the experts kept beside it, do not support of a layer, empty if they support it."""
+    """Return what the op or its baseline do not support of vLLM's `FusedMoEConfig`, empty if they support it."""
     name, limit = config.activation.name, config.swiglu_limit
     fuses_shared = "shared experts that AITER fuses, "
     rules = (
@@ -67,8 +67,8 @@ def swiglu_of(experts, activation) -> tuple[float | None, float, float, bool]:
     return (limit, 1.0, 0.0, False) if activation.name == "SILU" else (limit, alpha, beta, False)
 
 
-def rest_of(experts, activation) -> str:
-    """Return the description of a layer's biases and activation, empty without biases and with plain SwiGLU."""
+def epilogue_traits(experts, activation) -> str:
+    """Return the part of a layer's key for biases and activation, empty for plain SwiGLU without biases."""
     limit, alpha, beta, interleaved = swiglu_of(experts, activation)
     text = " bias" * any(bias is not None for bias in (experts.w1_bias, experts.w2_bias))
     text += f" swiglu {limit} {alpha} {beta}" * ((limit, alpha, beta) != (None, 1.0, 0.0))
@@ -76,20 +76,20 @@ def rest_of(experts, activation) -> str:
 
 
 @functools.cache
-def say_refused(why: str, what: str = "MoE experts") -> None:
+def log_unsupported(why: str, what: str = "MoE experts") -> None:
     """Log, once per reason, why experts or gates stay vLLM's."""
     logger.info("vllm-rocm-ops: %s stay on vLLM's kernels, because the plugin does not support %s", what, why)
 
 
 def copy_of(quant_config):
-    """Copy a configuration and keep its scales. vLLM's MX-FP8 experts remove them from the given one."""
+    """Copy a quantization configuration, so that the plugin's has scales, which vLLM's MX-FP8 experts remove from theirs."""
     return dataclasses.replace(quant_config, _w1=copy.copy(quant_config._w1), _w2=copy.copy(quant_config._w2))
 
 
-def those_that_came(ids: Tensor, meta) -> Tensor:
-    """Return the expert ids, with -1 for the spare rows of a buffer of tokens from other ranks."""
-    came = torch.arange(len(ids), device=ids.device) < meta.expert_num_tokens
-    return torch.where(came[:, None], ids, -1)
+def mask_spare_rows(ids: Tensor, meta) -> Tensor:
+    """Return expert ids [rows, topk] with -1 for rows of an all-to-all's buffer that hold no token."""
+    is_token = torch.arange(len(ids), device=ids.device) < meta.expert_num_tokens
+    return torch.where(is_token[:, None], ids, -1)
 
 
 class Predicates:
@@ -99,11 +99,11 @@ class Predicates:
     """
 
     refused = ""
-    """The reason for which vLLM's experts serve all calls of the layer, found at the first one."""
+    """The reason, found at the first call, for which vLLM's experts serve all calls of the layer."""
     weight_only = False
     """True if 8-bit weights multiply 16-bit tokens."""
     comparison = None
-    """The comparison with the kept experts, by default base.py's."""
+    """The comparison with the baseline, by default base.py's."""
 
     @property
     def expects_unquantized_inputs(self):
@@ -111,7 +111,7 @@ class Predicates:
 
     @property
     def named(self) -> str:
-        """The option by which the user named the backend of the kept experts, empty if none does."""
+        """The option by which the user named the baseline's backend, empty if none does."""
         backend = self.moe_config.moe_backend
         return "" if backend == "auto" else f"--moe-backend {backend}"
 
@@ -126,7 +126,7 @@ class Predicates:
         from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 
         asked = moe_config, weight_key, activation_key, activation_format
-        if why := refusal(moe_config.moe_parallel_config):
+        if why := unsupported_parallelism(moe_config.moe_parallel_config):
             return False, f"{experts_class.__name__} does not support {why}"
         supported, why = FusedMoEExperts.is_supported_config(experts_class, *asked)
         if not supported:
@@ -177,26 +177,26 @@ class Predicates:
 
     @staticmethod
     def _supports_parallel_config(config):
-        return not refusal(config)
+        return not unsupported_parallelism(config)
 
-    def readable(self, w1, w2) -> tuple[Tensor, Tensor]:
-        """Return a layer's weights as the op reads them, given vLLM's form of them."""
+    def op_weights(self, w1, w2) -> tuple[Tensor, Tensor]:
+        """Return the weights [E, N, K] that the op reads, given vLLM's parameters of the layer."""
         return w1, w2
 
-    def held(self, w1: Tensor, w2: Tensor) -> tuple:
-        """Return a layer's weights as the kept experts get them, given the form that the op reads."""
+    def baseline_weights(self, w1: Tensor, w2: Tensor) -> tuple:
+        """Return the weights that the baseline reads, given the op's."""
         return w1, w2
 
     def refresh(self) -> None:
-        """Write copies of a layer's scales and biases again, where captured graphs read them, after an update of its weights."""
+        """Update copies of scales and biases in place after new weights are loaded, as captured graphs read the copies."""
 
-    def leave(self) -> None:
-        """Hand all later calls to vLLM's experts. Experts that route keep theirs."""
+    def restore_baseline(self) -> None:
+        """Hand all later calls to the baseline. No-op for experts that also route."""
 
-    def map_of_baseline(self, expert_map: Tensor | None) -> Tensor | None:
-        """Return vLLM's form of the map from all experts to this rank's.
+    def baseline_expert_map(self, expert_map: Tensor | None) -> Tensor | None:
+        """Return the expert map that the baseline reads: `expert_map` [all experts], local ids or -1.
 
-        AITER's experts want a mask of this rank's experts, with a final 0.
+        For AITER's experts it is a mask of this rank's experts, with a final 0.
         """
         baseline = getattr(self.baseline, "fused_experts", self.baseline)
         if expert_map is None or not getattr(baseline, "consumes_expert_mask", False):
@@ -220,19 +220,19 @@ def first_weight(layer: torch.nn.Module) -> Tensor | None:
 
 
 def experts_of(layer: torch.nn.Module) -> Predicates | None:
-    """Return the plugin's experts that a layer holds, None if it has others or none."""
+    """Return the plugin's experts of a layer, None if it has vLLM's or none."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
     return experts if isinstance(experts, Predicates) else None
 
 
-def held_by(layer: torch.nn.Module) -> Predicates | None:
-    """Return the plugin's experts that a layer holds and that serve it, None if it has others or none."""
+def serving_experts(layer: torch.nn.Module) -> Predicates | None:
+    """Return the plugin's experts of a layer unless they handed it to vLLM's at the first call; None without any."""
     experts = experts_of(layer)
     return None if experts is None or experts.refused else experts
 
 
-def refusal_of(layer: torch.nn.Module) -> str:
-    """Return what the plugin's experts found at the first call that they do not support, empty if nothing."""
+def first_call_refusal(layer: torch.nn.Module) -> str:
+    """Return why the plugin's experts handed a layer to vLLM's at its first call, empty if they did not."""
     experts = experts_of(layer)
     return "" if experts is None else experts.refused

@@ -62,7 +62,7 @@ def supports(layer: torch.nn.Module) -> bool:
     """True if the plugin's experts serve an MoE layer and quantize its input, unchanged, per 128 columns."""
     from vllm_rocm_ops.vllm.graph import fused_quant
 
-    experts, config = expert_support.held_by(layer.routed_experts), layer.moe_config
+    experts, config = expert_support.serving_experts(layer.routed_experts), layer.moe_config
     if experts is None or layer.routed_input_transform is not None:
         return False
     if moves_tokens(config):

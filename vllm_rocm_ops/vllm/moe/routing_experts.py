@@ -1,9 +1,9 @@
-"""Route tokens in the plugin's experts, where vLLM allows it: `grouped_topk`, `topk_softmax` or `topk_sigmoid`, then `fused_experts`.
+"""Route tokens in the plugin's experts: `grouped_topk`, `topk_softmax` or `topk_sigmoid`, then `fused_experts`.
 
-vLLM calls such experts monolithic. Their classes come before the ones that fp8_experts and unquantized_experts register.
-They save vLLM's routing kernels and two copies of the result. For few tokens the gate's GEMM routes in the same launch where that is
-faster (routing_gate.py). vLLM routes with expert load balancing, with
-enable_return_routed_experts, in layers quantized by Quark, and for calls that no kernel supports.
+vLLM calls such experts monolithic. Their classes come before the ones of fp8_experts and unquantized_experts, and save
+vLLM's routing kernels and two copies of the result. For few tokens the router GEMM and the routing are one launch where
+that is faster (routing_gate.py). Left to vLLM's router: expert load balancing, enable_return_routed_experts, Quark's
+layers, and unsupported calls.
 """
 
 import inspect
@@ -50,10 +50,10 @@ def route(
     scale: float,
     has_baseline: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights and ids [tokens, topk] of vLLM's router. The gate's launch may have made them (routing_gate.py).
+    """Return the router's weights and expert ids [tokens, topk] for logits [tokens, experts].
 
-    The bias counts for the choice only, `scale` multiplies the weights. With a baseline vLLM's router runs calls that no
-    kernel supports, else the op's reference.
+    They may come from the router GEMM's launch (routing_gate.py). `bias` [experts] is added to scores for the selection only, and
+    `scale` multiplies the weights. Calls that no kernel supports go to vLLM's router, or without a baseline to the op's reference.
     """
     scoring_func, renormalize = method
 
@@ -72,8 +72,8 @@ def route(
         return router.select_experts(router_logits, router_logits)
 
     routing = arguments_after_logits(method, topk, router_logits.shape[-1], num_expert_group, topk_group, bias, scale)
-    if (chosen := moe_side_channel.routed(router_logits, routing)) is not None:
-        return chosen
+    if (routed := moe_side_channel.routed(router_logits, routing)) is not None:
+        return routed
     if is_plain(routing):
         if not has_baseline:
             return torch.ops.vllm_rocm_ops.topk_softmax(router_logits, *routing)
@@ -97,7 +97,7 @@ def arguments_after_logits(
     bias: Tensor | None,
     scale: float,
 ) -> tuple:
-    """Return the arguments after the logits: two of `topk_softmax`, or seven of `grouped_topk` of which the bias is the last."""
+    """Return the arguments after the logits: `topk_softmax`'s (topk, renormalize), or `grouped_topk`'s seven, the bias last."""
     scoring_func, renormalize = method
     if bias is None and (not num_expert_group or (num_expert_group == 1 and scale == 1.0)):
         return topk, renormalize
@@ -112,7 +112,7 @@ def is_plain(routing: tuple) -> bool:
 
 
 def supports(method: tuple[str, bool], config) -> bool:
-    """True if kernels route for layers of this configuration. A layer's groups are known only at a call."""
+    """True if kernels support the routing of a `FusedMoEConfig`. Expert groups are checked at each call, where vLLM passes them."""
     scoring_func, renormalize = method
     logits = torch.empty(1, config.num_experts, dtype=config.router_logits_dtype, device="meta")
     what = logits, config.experts_per_token, renormalize
@@ -132,14 +132,14 @@ def router_factory():
 
 
 def is_padding(tokens: int) -> Tensor | None:
-    """Return which tokens pad a captured graph's batch. vLLM's routers without groups send these to no expert."""
+    """Return vLLM's mask [tokens] of a captured graph's padding, which its routers without groups send to no expert."""
     from vllm.model_executor.layers.fused_moe.router import fused_topk_router
 
     return fused_topk_router._get_padding_mask(tokens)
 
 
-def kept_by() -> str:
-    """Return the part of vLLM's configuration that needs vLLM's own routing, empty if none does."""
+def unsupported_setting() -> str:
+    """Return the setting or quantization with which vLLM must route, empty if there is none."""
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
@@ -150,7 +150,7 @@ def kept_by() -> str:
 
 
 def is_supported_config(experts_class: type, routing: str, moe_config, *asked) -> tuple[bool, str | None]:
-    """Return what `Predicates` does, or that experts have no kernels for a layer's routing method, given its name."""
+    """Return `Predicates`' answer, or a refusal if no kernel supports the routing method of this name."""
     supported, why = experts.Predicates.is_supported_config(experts_class, moe_config, *asked)
     if supported and not supports(METHODS[routing], moe_config):
         return False, f"{experts_class.__name__} has no routing kernels for this layer"
@@ -158,7 +158,7 @@ def is_supported_config(experts_class: type, routing: str, moe_config, *asked) -
 
 
 def monolithic(modular: type) -> type:
-    """Return the plugin's class of experts that route tokens, for the layers that a modular class supports."""
+    """Return the monolithic counterpart of the plugin's class of modular experts."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
 
     class RocmOpsRoutingExperts(experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
@@ -170,12 +170,12 @@ def monolithic(modular: type) -> type:
             super().__init__(moe_config, quant_config)
             self.method, self.topk = METHODS[moe_config.routing_method.name], moe_config.experts_per_token
             baseline = self.baseline_class()
-            self.kernel = self.baseline = baseline and experts.kernel_around(baseline(moe_config, quant_config))
+            self.kernel = self.baseline = baseline and experts.modular_kernel_of(baseline(moe_config, quant_config))
 
         @staticmethod
         def is_supported_config(experts_class, moe_config, weight_key, activation_key, activation_format):
-            if kept_by():
-                return False, f"{experts_class.__name__} does not support {kept_by()}"
+            if unsupported_setting():
+                return False, f"{experts_class.__name__} does not support {unsupported_setting()}"
             asked = moe_config, weight_key, activation_key, activation_format
             return is_supported_config(experts_class, moe_config.routing_method.name, *asked)
 
@@ -217,10 +217,10 @@ def monolithic(modular: type) -> type:
                 options = activation, global_num_experts, expert_map, apply_router_weight_on_input
                 return self.baseline.apply(hidden_states, w1, w2, weights, ids, *options)
 
-            leave = None if self.baseline is None else baseline
+            fallback = None if self.baseline is None else baseline
             routed = hidden_states, w1, w2, weights, ids
             options = expert_map, apply_router_weight_on_input, activation, global_num_experts
-            return experts.run(self, leave, *routed, *options)
+            return experts.run(self, fallback, *routed, *options)
 
     RocmOpsRoutingExperts.__name__ = RocmOpsRoutingExperts.__qualname__ = modular.__name__.replace("Ops", "OpsRouting")
     return RocmOpsRoutingExperts

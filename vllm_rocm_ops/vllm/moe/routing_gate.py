@@ -176,7 +176,7 @@ def restore_baseline(gate: torch.nn.Module) -> None:
 
 def routing_of(layer: torch.nn.Module) -> ExpertsRouting | VllmRouting | None:
     """Return the routing of an MoE layer with the plugin's experts, None if it has others or a router that the op does not know."""
-    experts = expert_support.held_by(layer.routed_experts)
+    experts = expert_support.serving_experts(layer.routed_experts)
     if hasattr(experts, "method"):
         return ExpertsRouting(experts, layer.routed_experts)
     return None if experts is None else vllm_routing.routing_of(layer)
@@ -225,11 +225,11 @@ def adopt(models: Iterable[torch.nn.Module]) -> None:
     models = list(models)
     layers = [layer for model in models for layer in quantized_input.layers_of(model)]
     for layer, gate in gate_calls.gates_of(models, layers):
-        if expert_support.held_by(layer.routed_experts) is None:
+        if expert_support.serving_experts(layer.routed_experts) is None:
             continue
         routing = routing_of(layer)
         if why := refusal(layer, gate) if routing else "gates of layers whose router is another than vLLM's top-k":
-            expert_support.say_refused(why, "gates of MoE layers")
+            expert_support.log_unsupported(why, "gates of MoE layers")
         else:
             adopt_gate(gate, routing)
 

@@ -172,7 +172,7 @@ def gates(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:
             continue
         dtype = get_current_vllm_config().model_config.dtype
         if why := refusal(layer, dtype):
-            expert_support.say_refused(why, "gates of shared experts")
+            expert_support.log_unsupported(why, "gates of shared experts")
             continue
         columns = model_queries.width(layer.down_proj)
         op = fused_quant.op_of(fused_quant.EXPERT_GATES, key_of(layer.down_proj, columns), False)

@@ -1,8 +1,8 @@
 """Run INT4 experts with bf16 tokens by `fused_experts` where it is faster, see base.py.
 
-Weights are symmetric, in groups of 32 or 128, as vLLM's Triton experts get them, which serve all other calls: of
-compressed-tensors, moe_wna16, and Quark if its configuration has one size of groups. Layers that
-vLLM gives to another backend, and AWQ's and act-order's, which have no Triton experts or zero points, stay vLLM's.
+Weights are symmetric, in groups of 32 or 128 of K, in the layout of vLLM's Triton experts, which serve all other calls.
+Checkpoints of compressed-tensors, moe_wna16 and Quark have them, the last if all layers have one group size. Left to
+vLLM: AWQ (zero points), act-order, and layers that it gives to another backend than TRITON.
 """
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from vllm_rocm_ops.ops.shared.experts import FOUR_BIT
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.moe import base as experts
-from vllm_rocm_ops.vllm.moe.expert_support import say_refused
+from vllm_rocm_ops.vllm.moe.expert_support import log_unsupported
 
 PLUGIN_EXPERTS: list[type] = []
 """The plugin's classes, in the order in which they are asked."""
@@ -27,30 +27,30 @@ def probe() -> None:
     from vllm.model_executor.layers.fused_moe.oracle import int_wna16
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    given = "config", "weight_key", "quant_config", "may_have_zp", "may_have_bias"
-    experts.probe(int_wna16, "select_wna16_moe_backend", *given)
+    parameters = "config", "weight_key", "quant_config", "may_have_zp", "may_have_bias"
+    experts.probe(int_wna16, "select_wna16_moe_backend", *parameters)
     seam.require_parameters(getattr(int_wna16, FACTORY), "moe_quant_config", "moe_config", "experts_cls", "backend")
-    seam.require_parameters(int_wna16._backend_incompatibility_reason, "backend", "moe_config", *given[2:])
+    seam.require_parameters(int_wna16._backend_incompatibility_reason, "backend", "moe_config", *parameters[2:])
     seam.require("TRITON" in int_wna16.WNA16MoEBackend.__members__, "WNA16MoEBackend.TRITON")
     seam.require(all(hasattr(quant_utils, key) for key in SCHEMES), " and ".join(SCHEMES))
     seam.require_parameters(modular_kernel.FusedMoEKernel.__init__, "prepare_finalize", "fused_experts")
 
 
-def group_of(quant_config) -> int | None:
-    """Return the columns that share a scale, None if layers differ. Quark's configuration has them for all layers and for some."""
-    written = getattr(quant_config, "quant_config", None)
-    if not isinstance(written, dict):
+def group_size(quant_config) -> int | None:
+    """Return the values of K that share a scale, None if layers differ, as Quark's configuration allows."""
+    quark = getattr(quant_config, "quant_config", None)
+    if not isinstance(quark, dict):
         return getattr(quant_config, "group_size", None)
-    of_layers = [written.get(name) or {} for name in ("layer_quant_config", "layer_type_quant_config")]
-    configs = [written.get("global_quant_config"), *(one for of in of_layers for one in of.values())]
-    weights = [one["weight"] for one in configs if one and one.get("weight")]
-    groups = {weight.get("group_size") for weight in weights if weight.get("dtype") in ("int4", "uint4")}
-    return groups.pop() if len(groups) == 1 else None
+    by_layer = [quark.get(name) or {} for name in ("layer_quant_config", "layer_type_quant_config")]
+    configs = [quark.get("global_quant_config"), *(config for layers in by_layer for config in layers.values())]
+    weights = [config["weight"] for config in configs if config and config.get("weight")]
+    sizes = {weight.get("group_size") for weight in weights if weight.get("dtype") in ("int4", "uint4")}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def unsupported(config, quant_config, may_have_zp: bool) -> str:
     """Return what the op does not support of a layer's groups and tokens, empty if it supports them."""
-    group, dtype = group_of(quant_config), config.in_dtype
+    group, dtype = group_size(quant_config), config.in_dtype
     if may_have_zp:
         return "INT4 with zero points"
     if group is None:
@@ -64,7 +64,7 @@ def unsupported(config, quant_config, may_have_zp: bool) -> str:
 
 
 def install() -> None:
-    """Have vLLM ask the plugin's experts first, and make its kernel around them."""
+    """Have vLLM ask the plugin's experts first, and build its `FusedMoEKernel` of them."""
     from vllm.model_executor.layers.fused_moe.oracle import int_wna16
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
@@ -77,15 +77,15 @@ def install() -> None:
     def select_wna16_moe_backend(
         config, weight_key, quant_config, may_have_zp, may_have_bias, allow_tile_padding=False
     ):
-        given = quant_config, may_have_zp, may_have_bias, allow_tile_padding
+        arguments = quant_config, may_have_zp, may_have_bias, allow_tile_padding
 
         def vllm_selects() -> tuple:
-            return select(config, weight_key, *given)
+            return select(config, weight_key, *arguments)
 
-        why = unsupported(config, quant_config, may_have_zp)
-        why = why or int_wna16._backend_incompatibility_reason(backend, config, *given)
-        if why:
-            say_refused(why)
+        reason = unsupported(config, quant_config, may_have_zp)
+        reason = reason or int_wna16._backend_incompatibility_reason(backend, config, *arguments)
+        if reason:
+            log_unsupported(reason)
         elif seam.served_platform() == "cpu" or vllm_selects() == (backend, made.baseline_class()):
             return experts.select(PLUGIN_EXPERTS, vllm_selects, config, weight_key, None)
         return vllm_selects()
@@ -93,7 +93,7 @@ def install() -> None:
     def make_wna16_moe_kernel(moe_quant_config, moe_config, experts_cls, *others, **more):
         if experts_cls not in PLUGIN_EXPERTS:
             return make(moe_quant_config, moe_config, experts_cls, *others, **more)
-        # It asserts classes of its own.
+        # vLLM's factory asserts that the class is its own.
         vllm_class = int_wna16.backend_to_kernel_cls(backend)[0]
         kernel = make(moe_quant_config, moe_config, vllm_class, *others, **more)
         return type(kernel)(kernel.prepare_finalize, experts_cls(moe_config, moe_quant_config))

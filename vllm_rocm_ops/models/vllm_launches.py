@@ -1,10 +1,10 @@
-"""Ask vLLM for the launches of a model's step, in a process that simulates the GPU (vllm/meta/model.py), or read a shipped list.
+"""Ask vLLM for the launches of a model's decode step, in a process that simulates the GPU (vllm/meta/model.py), or read a list.
 
-A shipped model has a list of these answers, with the version of vLLM that gave them: `launches.json`, which this file writes:
+A shipped model has a list of vLLM's answers and the version that gave them, `launches.json`, written by
 
-    python -m vllm_rocm_ops.models.asking
+    python -m vllm_rocm_ops.models.vllm_launches
 
-It is read where vLLM is not installed, or has this version. Elsewhere the installed vLLM answers.
+The list is read if this version or no vLLM is installed. Any other vLLM is asked.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from vllm_rocm_ops.models import config as model_config
 
 AMD = [name for name, arch in archs.ARCHS.items() if arch.vendor == "amd"]
 LISTED = [*((tp, ep) for tp in (1, 2, 4, 8, 16) for ep in (None, tp)), (1, 4), (1, 8)]
-"""The TP and EP of shipped lists."""
+"""(TP, EP) of the steps in shipped lists; EP None is without expert parallelism."""
 TIMEOUT_S = 300
 MAX_LAYERS, MAX_SIZE = 1024, 2**24
-"""The most layers that are built, and the largest number of a configuration's sizes."""
+"""Limits of a configuration: layers, and any size."""
 
 
 class Builder:
@@ -43,9 +43,9 @@ class Builder:
         environment = envs.of_child(quiet)
         paths = [str(Path(vllm_rocm_ops.__file__).parents[1]), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
         command = [sys.executable, "-m", "vllm_rocm_ops.vllm.meta.model", arch]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._stderr}
         self._process = subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes)
         self._lock = threading.Lock()
         atexit.register(self.end)
@@ -56,7 +56,7 @@ class Builder:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def ask(self, request: dict) -> dict:
-        """Return the answer to a request. Raises ValueError if the process ended."""
+        """Return the answer to a request, {"error": reason} if the process ended or took longer than TIMEOUT_S."""
         timer = threading.Timer(TIMEOUT_S, self.end)
         with self._lock:
             timer.start()
@@ -70,8 +70,8 @@ class Builder:
                 timer.cancel()
         if line:
             return json.loads(line)
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines() or ["no message"]
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines() or ["no message"]
         return {"error": f"vLLM could not be asked: {lines[-1]}"}
 
 
@@ -79,7 +79,7 @@ builder = functools.cache(Builder)
 
 
 @functools.cache
-def installed() -> str | None:
+def installed_version() -> str | None:
     """Return the version of the installed vLLM, None without one. Imports nothing."""
     if importlib.util.find_spec("vllm") is None:
         return None
@@ -94,7 +94,7 @@ def installed() -> str | None:
 
 @functools.cache
 def shipped() -> dict[str, dict]:
-    """Return the lists of shipped models, by their configurations' JSON."""
+    """Return the lists of shipped models, by the JSON of their configuration."""
     result = {}
     for name in model_config.shipped():
         path = model_config.SHIPPED / name / "launches.json"
@@ -103,36 +103,36 @@ def shipped() -> dict[str, dict]:
     return result
 
 
-def list_of(config: dict, tp: int, ep: int | None) -> dict | None:
-    """Return the shipped list that answers for a step: it has the step, and no other vLLM is installed."""
+def shipped_list(config: dict, tp: int, ep: int | None) -> dict | None:
+    """Return the shipped list that has a step, None if there is none or another version of vLLM is installed."""
     known = shipped().get(json.dumps(config, sort_keys=True))
-    is_valid = known and installed() in (None, known["vllm"]) and key(tp, ep) in known["steps"]
+    is_valid = known and installed_version() in (None, known["vllm"]) and step_key(tp, ep) in known["steps"]
     return known if is_valid else None
 
 
 def version(config: dict, tp: int, ep: int | None) -> str:
-    """Return the version of vLLM that answers for a step, or did."""
-    known = list_of(config, tp, ep)
-    return known["vllm"] if known else installed() or ""
+    """Return the version of vLLM whose launches `blocks` returns for a step."""
+    known = shipped_list(config, tp, ep)
+    return known["vllm"] if known else installed_version() or ""
 
 
 def blocks(config: dict, tp: int, ep: int | None, arch: str) -> list:
-    """Return the blocks of a step (vllm/meta/model.py). Raises ValueError."""
-    if known := list_of(config, tp, ep):
-        return unpacked(known, key(tp, ep))
-    if installed() is None:
+    """Return the blocks of a step: [count, launches], of vllm/meta/model.py. Raises ValueError if neither list nor vLLM has it."""
+    if known := shipped_list(config, tp, ep):
+        return expand(known, step_key(tp, ep))
+    if installed_version() is None:
         known = shipped().get(json.dumps(config, sort_keys=True))
         lists = f"; its list has {', '.join(known['steps'])}" if known else ""
-        raise ValueError(f"needs vLLM, which says what it builds for {key(tp, ep)}{lists}")
-    return asked(config, tp, ep, arch)["blocks"]
+        raise ValueError(f"needs vLLM, which says what it builds for {step_key(tp, ep)}{lists}")
+    return ask_vllm(config, tp, ep, arch)["blocks"]
 
 
-def asked(config: dict, tp: int, ep: int | None, arch: str) -> dict:
-    """Return vLLM's answer. Raises ValueError."""
+def ask_vllm(config: dict, tp: int, ep: int | None, arch: str) -> dict:
+    """Return the installed vLLM's answer for a step. Raises ValueError with its reason, or for a size above the limits."""
     for name, value in config.items():
-        most = MAX_LAYERS if name.endswith("layers") else MAX_SIZE
-        if type(value) is int and value > most and name.endswith(("layers", "size", "experts", "heads", "dim")):
-            raise ValueError(f"{name} must be at most {most}, got {model_config.shown(value)}")
+        limit = MAX_LAYERS if name.endswith("layers") else MAX_SIZE
+        if type(value) is int and value > limit and name.endswith(("layers", "size", "experts", "heads", "dim")):
+            raise ValueError(f"{name} must be at most {limit}, got {model_config.shown(value)}")
     answer = builder(arch).ask({"config": config, "tp": tp, "ep": ep})
     if "error" in answer:
         raise ValueError(answer["error"])
@@ -142,34 +142,34 @@ def asked(config: dict, tp: int, ep: int | None, arch: str) -> dict:
 # Shipped lists
 
 
-def key(tp: int, ep: int | None) -> str:
+def step_key(tp: int, ep: int | None) -> str:
     """Return the key of a step in a list."""
     return f"TP {tp}" if ep is None else f"TP {tp} EP {ep}"
 
 
-def unpacked(known: dict, of: str) -> list:
-    """Return the blocks of a listed step."""
-    return [[count, [known["launches"][place] for place in places]] for count, places in known["steps"][of]]
+def expand(known: dict, step: str) -> list:
+    """Return the blocks of a step of a list, whose blocks have indices of launches."""
+    return [[count, [known["launches"][index] for index in indices]] for count, indices in known["steps"][step]]
 
 
-def listed(config: dict) -> dict:
-    """Return a model's list, of the steps that vLLM can build: each launch once, and steps of their places."""
+def build_list(config: dict) -> dict:
+    """Return a model's list of the steps that vLLM can build: every launch once, and steps as indices of launches."""
     launches, steps, version = {}, {}, ""
     for tp, ep in LISTED:
         try:
-            answer = asked(config, tp, ep, AMD[0])
+            answer = ask_vllm(config, tp, ep, AMD[0])
         except ValueError:
             continue
         version = answer["vllm"].partition("+")[0]
-        steps[key(tp, ep)] = [
+        steps[step_key(tp, ep)] = [
             [count, [launches.setdefault(json.dumps(launch), len(launches)) for launch in block]]
             for count, block in answer["blocks"]
         ]
     return {"vllm": version, "launches": [json.loads(launch) for launch in launches], "steps": steps}
 
 
-def written(known: dict) -> str:
-    """Return a list as JSON, with a line for each launch and step."""
+def to_json(known: dict) -> str:
+    """Return a list as JSON, with one line per launch and step."""
     launches = ",\n".join(json.dumps(launch) for launch in known["launches"])
     steps = ",\n".join(f"{json.dumps(name)}: {json.dumps(step)}" for name, step in known["steps"].items())
     return f'{{"vllm": {json.dumps(known["vllm"])}, "launches": [\n{launches}\n], "steps": {{\n{steps}\n}}}}\n'
@@ -177,4 +177,4 @@ def written(known: dict) -> str:
 
 if __name__ == "__main__":
     for model in sys.argv[1:] or model_config.shipped():
-        (model_config.SHIPPED / model / "launches.json").write_text(written(listed(model_config.read(model))))
+        (model_config.SHIPPED / model / "launches.json").write_text(to_json(build_list(model_config.read(model))))

@@ -6,14 +6,14 @@
     reduce.check()    # after a synchronization of the step
     reduce.close()    # on all ranks
 
-`reduce(op, input, ...)` has the bits of `op(reduce.sum(input), ...)`, equal on all ranks. An op's addend is this rank's part, too: it
-is added to input before the sum. Few rows are summed in one shot (launches.py), more in one or two stages (flagged.py), as the costs of
-the GPU say. Support depends on sizes only, so that ranks agree: an unsupported call runs `other` and then the op.
-Every rank makes the same calls in the same order, on one stream at a time. Calls may be captured.
+`reduce(op, input, ...)` has the bits of `op(reduce.sum(input), ...)`, equal on all ranks. An op's addend is added to this rank's input
+before the sum. Few rows are summed in one shot (launches.py), more in one or two stages (flagged.py): the protocol with the lowest
+predicted cost runs. Whether a call is supported depends on shapes, strides, dtypes and alignment, so that ranks agree: an unsupported
+call runs `other` and then the op. Every rank makes the same calls in the same order, on one stream at a time. Calls may be captured.
 
 A rank that waits longer than $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT seconds gives up: its launch and all later launches on all ranks end, with
-NaN for missing values. The kernel stores the reason in host memory, where `check` reads it without a synchronization. Each eager call
-checks, and so should users of a replay's results.
+NaN for missing values. The kernel stores an error in host memory, where `check` reads it without a synchronization. Each eager call
+checks, and so should users of a replayed graph's results.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ ADVICE = "All ranks must make the same calls of an all-reduce"
 
 
 class RankMissing(RuntimeError):
-    """A rank missed an all-reduce's time limit: later results are NaN, and the group is unusable."""
+    """A rank did not come within the time limit: results since then are NaN, and the group is unusable."""
 
 
-class OneShotAllReduce:
-    """A rank's all-reduce.
+class AllReduce:
+    """A rank's all-reduce, by the protocols of launches.py and flagged.py.
 
     Args:
         group: This rank's view of the group.
         arch: The architecture of its GPU.
-        report: int64 tensor in host memory that receives errors of kernels.
+        report: int64 [1] in host memory, which receives errors of kernels.
         executor: Runs launches in place of a GPU.
-        all_reduce: Sums inputs of calls that no kernel supports.
+        all_reduce: Returns the sum of all ranks' inputs, for calls that no kernel supports.
         release: Frees the group's memory.
     """
 
@@ -68,7 +68,7 @@ class OneShotAllReduce:
         release: Callable[[], None] = lambda: None,
     ):
         self.group, self.arch, self.executor, self._release = group, arch, executor, release
-        self._elsewhere = all_reduce
+        self._fallback = all_reduce
         self._report = report.numpy()
         self._executions: dict[tuple, Execution] = {}
         self.is_closed = False
@@ -77,14 +77,14 @@ class OneShotAllReduce:
         """Raise RankMissing if a rank missed the time limit. Reads one word of host memory."""
         report = int(self._report[0])
         if report:
-            raise RankMissing(said(report & (1 << 64) - 1, self.group))
+            raise RankMissing(missing_rank_message(report & (1 << 64) - 1, self.group))
 
     def unsupported(self, op: Op | None, *args) -> str:
-        """Return why no kernel supports a call, by shapes, dtypes, strides and alignment.
+        """Return why no kernel supports a call, from shapes, dtypes, strides and alignment.
 
         Args:
-            op: The norm that follows, or None for the all-reduce alone.
-            args: The op's arguments, or the input.
+            op: The norm that follows, or None for the sum.
+            args: The op's arguments, or the input alone.
 
         Returns:
             The reason, empty if a kernel supports the call.
@@ -92,16 +92,16 @@ class OneShotAllReduce:
         Raises:
             ValueError: The op's contract is broken.
         """
-        return protocol(op, self._arguments(op, args), self.arch, self.group)[1]
+        return choose_protocol(op, self._arguments(op, args), self.arch, self.group)[1]
 
     def wire(self, op: Op | None, *args) -> str:
-        """Return what a call's kernel sends, of wire.py; bf16 where none supports it."""
+        """Return the wire format of a call (wire.py), bf16 if no kernel supports it."""
         a = self._arguments(op, args)
-        planner, _ = protocol(op, a, self.arch, self.group)
+        planner, _ = choose_protocol(op, a, self.arch, self.group)
         return planner.default(a, self.arch, self.group).wire if planner else wires.BF16
 
     def sum(self, input: Tensor) -> Tensor:
-        """Return the sum of all ranks' inputs [..., hidden], bf16 or fp16, rounded once."""
+        """Return the sum [..., hidden] of all ranks' inputs [..., hidden], bf16 or fp16, in float32 and rounded once."""
         return self._execution(None, False, (input,))((input,))
 
     def __call__(self, op: Op, *args, with_norm: bool = False):
@@ -120,7 +120,7 @@ class OneShotAllReduce:
             RankMissing: A rank missed the time limit.
             ValueError: The op's contract is broken, or no kernel supports the call and there is no other all-reduce.
         """
-        if with_norm and op is launches.BOTH:
+        if with_norm and op is launches.NORM_AND_QUANT:
             raise ValueError(f"all_reduce_{op.name}: with_norm must be False, as the op returns the norm, got True")
         args += op._defaults[len(args) :]
         return self._execution(op, with_norm, args)(args)
@@ -131,7 +131,7 @@ class OneShotAllReduce:
         self._executions.clear()
 
     def close(self) -> None:
-        """Free the group's memory, which no launch may use any more. Collective."""
+        """Free the group's memory. Collective. No launch may run on any rank."""
         if not self.is_closed:
             self.is_closed = True
             self._release()
@@ -144,12 +144,12 @@ class OneShotAllReduce:
         if self.is_closed:
             raise RuntimeError("all_reduce: the group was closed")
         input = args[0]
-        seen = (
+        signature = (
             (input.shape, input.stride(), input.dtype, input.data_ptr() & 15)
             if op is None
             else op._signature(None, *args)
         )
-        key = op and op.name, with_norm, seen
+        key = op and op.name, with_norm, signature
         execution = self._executions.get(key)
         if execution is None:
             if len(self._executions) >= REMEMBERED_SIGNATURES:
@@ -166,13 +166,13 @@ class OneShotAllReduce:
         a = self._arguments(op, args)
         name = "all_reduce" if op is None else f"all_reduce_{op.name}"
         if rows_of(a.input) == 0:
-            return Execution(name, "nothing to do", lambda args: without_kernel(op, with_norm, torch.clone, args))
-        planner, why = protocol(op, a, self.arch, self.group)
+            return Execution(name, "nothing to do", lambda args: run_fallback(op, with_norm, torch.clone, args))
+        planner, why = choose_protocol(op, a, self.arch, self.group)
         if planner is None:
-            if self._elsewhere is None:
+            if self._fallback is None:
                 raise ValueError(f"{name}: {why}; for calls without a kernel, `all_reduce` must be given, got None")
-            elsewhere = functools.partial(without_kernel, op, with_norm, self._elsewhere)
-            return Execution(name, FALLBACK + why, elsewhere, is_fallback=True)
+            run = functools.partial(run_fallback, op, with_norm, self._fallback)
+            return Execution(name, FALLBACK + why, run, is_fallback=True)
         outputs = torch.empty_like(a.input, memory_format=torch.contiguous_format) if op is None else op.allocate(a)
         normed = a.input.new_empty(a.input.shape) if with_norm else None
         config = planner.default(a, self.arch, self.group)
@@ -192,23 +192,23 @@ class OneShotAllReduce:
         return Execution(name, planned.symbol, run)
 
 
-def protocol(op: Op | None, a, arch: Arch, group: Group):
-    """Return the module with the lowest predicted cost that plans a call, or None and the reason."""
-    fitting = []
+def choose_protocol(op: Op | None, a, arch: Arch, group: Group):
+    """Return (module, ""): launches or flagged, whichever predicts the lower cost; (None, reason) if none supports the call."""
+    supporting = []
     for module in (launches, flagged) if group.payload else (launches,):
         broken = [rule for rule, holds in module.rules(op, a, arch, group) if not holds]
         if not broken:
-            fitting.append(module)
-    if not fitting:
+            supporting.append(module)
+    if not supporting:
         return None, f"the kernels require that {'; '.join(broken)}"
-    if len(fitting) == 1 or rows_of(a.input) == 0:
-        return fitting[0], ""
-    return min(fitting, key=lambda of: of.cost(of.default(a, arch, group), a, arch, group)), ""
+    if len(supporting) == 1 or rows_of(a.input) == 0:
+        return supporting[0], ""
+    return min(supporting, key=lambda module: module.cost(module.default(a, arch, group), a, arch, group)), ""
 
 
-def without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor], Tensor], args: tuple):
-    """Return a call's result by another all-reduce, followed by the op."""
-    args = launches.summed_input(op, args)
+def run_fallback(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor], Tensor], args: tuple):
+    """Return the results of a call by `all_reduce`, followed by the op."""
+    args = launches.with_addend(op, args)
     total = all_reduce(args[0])
     if op is None:
         return total
@@ -223,15 +223,15 @@ def without_kernel(op: Op | None, with_norm: bool, all_reduce: Callable[[Tensor]
     return (*(results if isinstance(results, tuple) else (results,)), normed)
 
 
-def said(report: int, group: Group) -> str:
-    """Return the message of an error that a kernel reported."""
+def missing_rank_message(report: int, group: Group) -> str:
+    """Return the message of a kernel's report (csrc/collectives/one_shot.h): its error, and the epoch that saw it."""
     seen_in, error = report >> 32, report & 0xFFFFFFFF
     missing = [rank for rank in range(group.ranks) if error >> rank & 1]
-    behind = (seen_in - (error >> 11)) & 0xFFFFF  # epochs since then
+    behind = (seen_in - (error >> 11)) & 0xFFFFF  # epochs since the error, which has the lowest 20 bits of its own
     epoch = (seen_in - behind if behind < 1 << 19 else seen_in + (1 << 20) - behind) & 0xFFFFFFFF
     ranks = f"rank {missing[0]}" if len(missing) == 1 else "ranks " + ", ".join(map(str, missing))
-    is_variables = group.limit_us == limit_us(None)  # not a limit that a caller gave
-    advice = ". VLLM_ROCM_OPS_ALL_REDUCE_LIMIT sets a longer limit, in seconds" if is_variables else ""
+    is_default = group.limit_us == limit_us(None)
+    advice = ". VLLM_ROCM_OPS_ALL_REDUCE_LIMIT sets a longer limit, in seconds" if is_default else ""
     return (
         f"all_reduce: {ranks} of {group.ranks} did not come in epoch {epoch}: rank {error >> 8 & 7} waited for more than "
         f"{group.limit_us / 1e6:g} s. Results since then are NaN on all ranks{advice}"
