@@ -157,7 +157,7 @@ def test_experts_take_what_they_were_handed(monkeypatch):
     hidden, w1, w2 = random(3, HIDDEN), random(4, 2 * 128, HIDDEN).to(FP8), random(4, HIDDEN, 128).to(FP8)
     values, scales = random(3, HIDDEN, seed=9).to(FP8), torch.rand(3, 2)
     kept = {"w2_scale": torch.ones(4, 2, 1), "a1_scale": None, "a2_scale": None, "shuffled": False}
-    kept |= {"w1_bias": None, "w2_bias": None}
+    kept |= {"w1_bias": None, "w2_bias": None, "weight_only": False}
     block, channel = (Fake(**kept, w1_scale=torch.ones(shape)) for shape in ((4, 2, 2), (4, 256)))
     routing = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32), None
 
