@@ -93,7 +93,7 @@ def test_no_word_is_to_blame_for_a_register_that_nothing_wrote(code, kernel):
 
 
 def test_words_are_awaited_with_global_loads(code):
-    """What buffer instructions load is a payload, which a flag orders."""
+    """Buffer instructions load a payload, which a flag orders."""
     refused(code, FLAT, errors.UnsupportedInstruction, "flat_load_dwordx2.*: words are awaited with global_load")
 
 
