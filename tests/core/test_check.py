@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # a part's process imports it otherwise, each in a second or more
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops

@@ -11,6 +11,7 @@ import time
 import on_cpu
 import pytest
 import torch
+import torch._dynamo  # a part's process imports it otherwise, each in a second or more
 from fakes import Fake
 from marks import full
 from process_end import ended, is_running
