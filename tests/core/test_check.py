@@ -82,7 +82,7 @@ ENDS = {
 }
 
 
-SECONDS = {hangs: 8.0, hangs_and_ignores_signals: 8.0, takes_long: 12.0}  # a fork takes seconds on a busy machine
+SECONDS = {hangs: 8.0, hangs_and_ignores_signals: 8.0, takes_long: 12.0}  # parts begin late on a busy machine
 
 
 @pytest.mark.parametrize("part", ENDS, ids=lambda part: part.__name__)

@@ -74,7 +74,7 @@ def is_wrong(arch, *_):
 def tried(monkeypatch, seconds=120.0, **stages) -> tuple[dict, selection.Record]:
     """Return the outcome and the record of a trial in which some stages are replaced."""
     monkeypatch.setattr(smoke, "STAGES", dict.fromkeys(smoke.STAGES, part()) | stages)
-    monkeypatch.setattr(first_start, "SECONDS", 10.0)  # a fork takes seconds on a busy machine
+    monkeypatch.setattr(first_start, "SECONDS", 10.0)  # parts begin late on a busy machine
     monkeypatch.setattr(first_start, "names", lambda: ["rms_norm", "scaled_mm", "silu_and_mul"])
     worker = check_worker.Worker(FORKS)
     try:
