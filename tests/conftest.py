@@ -46,6 +46,9 @@ def stood_in(name: str) -> bool:
 
 sys.meta_path.insert(0, OneLibrary())
 
+FORKING = ("test_check", "test_kernel_trial", "test_smoke")
+"""Files that fork processes for parts. They start first, as a fork of a process that ran many files may take seconds."""
+
 ASKING = (
     *("test_model_layers", "test_repo", "test_cli", "test_meta_model", "test_predict", "test_measurements"),
     "test_tune",
@@ -81,9 +84,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slowest first, so that no worker is left with one at the end: `ASKING`, files with slow tests, `LONGEST`."""
+    """Put the slowest first, so that no worker is left with one at the end: `ASKING`, files with slow tests, `LONGEST`.
+
+    Before them come `FORKING`.
+    """
     slow = Counter(item.path.stem for item in items if item.get_closest_marker("slow"))
-    files = dict.fromkeys((*ASKING, *dict(slow.most_common()), *LONGEST))
+    files = dict.fromkeys((*FORKING, *ASKING, *dict(slow.most_common()), *LONGEST))
     place = {stem: place for place, stem in enumerate(files)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
