@@ -14,6 +14,9 @@ import pytest
 
 os.environ["VLLM_ROCM_OPS_TABLES"] = os.devnull
 os.environ["VLLM_ROCM_OPS_ON_CPU"] = "1"
+# One thread per process, as more would wait for each other on busy cores, and OpenMP's of a server would hang in its forks.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 gc.set_threshold(200_000)  # collections took up to 44 % of the time of files that make many objects
 
 
@@ -45,9 +48,6 @@ def stood_in(name: str) -> bool:
 
 
 sys.meta_path.insert(0, OneLibrary())
-
-FORKING = ("test_check", "test_kernel_trial", "test_smoke")
-"""Files that fork processes for parts. They start first, as a fork of a process that ran many files may take seconds."""
 
 ASKING = (
     *("test_model_layers", "test_repo", "test_cli", "test_meta_model", "test_predict", "test_measurements"),
@@ -84,12 +84,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slowest first, so that no worker is left with one at the end: `ASKING`, files with slow tests, `LONGEST`.
-
-    Before them come `FORKING`.
-    """
+    """Put the slowest first, so that no worker is left with one at the end: `ASKING`, files with slow tests, `LONGEST`."""
     slow = Counter(item.path.stem for item in items if item.get_closest_marker("slow"))
-    files = dict.fromkeys((*FORKING, *ASKING, *dict(slow.most_common()), *LONGEST))
+    files = dict.fromkeys((*ASKING, *dict(slow.most_common()), *LONGEST))
     place = {stem: place for place, stem in enumerate(files)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
@@ -117,6 +114,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 def pytest_collection_finish() -> None:
     """Keep what is there before tests out of garbage collections."""
     gc.freeze()
+    assert gc.get_freeze_count(), "a test module that was imported has replaced gc.freeze"
 
 
 def pytest_unconfigure() -> None:

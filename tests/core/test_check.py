@@ -73,8 +73,8 @@ def takes_long(arch):
 ENDS = {
     good: "done",
     takes_long: "stopped",
-    hangs: "hung: killed after 8 s",
-    hangs_and_ignores_signals: "hung: killed after 8 s",
+    hangs: "hung: killed after 4 s",
+    hangs_and_ignores_signals: "hung: killed after 4 s",
     faults: f"died: exit code {-signal.SIGSEGV}",
     leaves: "died: exit code 0",
     raises: "error: RuntimeError: no such kernel",
@@ -82,7 +82,7 @@ ENDS = {
 }
 
 
-SECONDS = {hangs: 8.0, hangs_and_ignores_signals: 8.0, takes_long: 12.0}  # parts begin late on a busy machine
+SECONDS = {hangs: 4.0, hangs_and_ignores_signals: 4.0, takes_long: 5.0}  # parts begin late on a busy machine
 
 
 @pytest.mark.parametrize("part", ENDS, ids=lambda part: part.__name__)
@@ -148,7 +148,7 @@ def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch, capsys, way):
 
     quiet = dict.fromkeys(check_parts.PARTS, nothing)
     monkeypatch.setattr(check_parts, "PARTS", quiet | {"op": part})
-    monkeypatch.setattr(check, "SECONDS", check.SECONDS | {"op": 8.0 if way == "hangs" else 30.0})
+    monkeypatch.setattr(check, "SECONDS", check.SECONDS | {"op": 4.0 if way == "hangs" else 30.0})
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORKS)
     assert command.run(**options(tmp_path)) == 1
     assert not multiprocessing.active_children()

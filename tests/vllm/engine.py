@@ -209,9 +209,7 @@ def faulty(fault: dict | None):
         op.reference = exact
 
 
-# Keep modules out of collections, also when vLLM, which collects often, thaws its own: that took most of the time.
 freeze = gc.freeze
-gc.freeze = gc.unfreeze = lambda: None
 
 
 def multiply_float8_by_float32() -> object:
@@ -242,6 +240,8 @@ def release() -> None:
 
 
 def main(jobs_path: str, answers_path: str) -> None:
+    # Keep modules out of collections, also when vLLM, which collects often, thaws its own: that took most of the time.
+    gc.freeze = gc.unfreeze = lambda: None
     with open(jobs_path) as file:
         request = json.load(file)
     product = multiply_float8_by_float32()  # noqa: F841  until the process ends

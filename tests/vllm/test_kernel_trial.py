@@ -74,7 +74,7 @@ def is_wrong(arch, *_):
 def tried(monkeypatch, **stages) -> tuple[dict, selection.Record]:
     """Return the outcome and the record of a trial in which some stages are replaced."""
     monkeypatch.setattr(smoke, "STAGES", dict.fromkeys(smoke.STAGES, part()) | stages)
-    monkeypatch.setattr(first_start, "SECONDS", 10.0)  # parts begin late on a busy machine
+    monkeypatch.setattr(first_start, "SECONDS", 5.0)  # parts begin late on a busy machine
     monkeypatch.setattr(first_start, "names", lambda: ["rms_norm", "scaled_mm", "silu_and_mul"])
     worker = check_worker.Worker(FORKS)
     try:
@@ -96,7 +96,7 @@ def test_ops_that_no_seam_calls_are_not_tried():
 
 WAYS = {
     "dies": "smoke stage ops: died: exit code -6, in scaled_mm/m1",
-    "hangs": "smoke stage ops: hung: killed after 10 s, in scaled_mm/m1",
+    "hangs": "smoke stage ops: hung: killed after 5 s, in scaled_mm/m1",
     "raises": "smoke stage ops: error: ValueError: no, in scaled_mm/m1",
     "memory": "",
 }
