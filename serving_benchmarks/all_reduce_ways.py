@@ -15,7 +15,7 @@ WORDS = "words"  # the way in one shot; others are "STAGESxPARTS", "fp8-STAGESxP
 def create_way(way: str, values: int, group, device: torch.device):
     """Create an all-reduce for a way: in one shot of that number of values, or in stages."""
     words = {"capacity": values // launches.VALUES_IN_WORD, "payload": 0}
-    stages = {"capacity": 0, "wire": wire.FP8 if way.startswith(wire.FP8) else wire.BF16}
+    stages = {"capacity": 0, "wires": (wire.FP8 if way.startswith(wire.FP8) else wire.BF16,)}
     return collectives.create(group, device, **(words if way == WORDS else stages), seconds=LIMIT_SECONDS)
 
 

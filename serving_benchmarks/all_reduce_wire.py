@@ -9,8 +9,8 @@ INT4 is QuickReduce's in vLLM 0.33, which quantizes blocks of 32 values in each 
     outliers    the same, 0.1 % of the columns a thousand times as large
     opposed     pairs of ranks with nearly opposite values: the sum is a tenth of what each rank sends
 
-Times are by the costs of collectives/flagged.py, without a launch's fixed part. `bf16` and `fp8` are the plugin's launches, which are
-the same where one shot supports the size. `sharded` is not built: each rank norms its own rows, keeps their residual, and sends static FP8.
+Times are by the costs of collectives/flagged.py, without a launch's fixed part. `bf16` and `fp8` are the plugin's launches in stages.
+`sharded` is not built: each rank norms its own rows, keeps their residual, and sends static FP8.
 """
 
 from __future__ import annotations
@@ -106,9 +106,8 @@ def times(ranks: list[int], hiddens: list[int], rows: list[int], arch: Arch) -> 
                 )
                 us = []
                 for wire_format in (wire.BF16, wire.FP8):
-                    group = launches.Group(
-                        0, (0,) * number, 0, 0, arch.compute_units, 1, payload=flagged.PAYLOAD, wire=wire_format
-                    )
+                    sizes = {"capacity": 0, "payload": flagged.PAYLOAD}  # as calls of any size are in stages
+                    group = launches.Group(0, (0,) * number, 0, 0, arch.compute_units, 1, **sizes, wires=(wire_format,))
                     config = flagged.default(a, arch, group)
                     us.append(flagged.cost(config, a, arch, group))
                 us.append(sharded(count, hidden, number, arch))

@@ -271,7 +271,7 @@ def run_streams(ranks: int, launches: int, sizes=SIZES, wire: str = "bf16") -> I
     """Run all ranks in this process."""
     os.environ |= streams_of_one.ENVIRONMENT | os.environ
     device = torch.device("cuda", 0)
-    group = collectives.in_process(ranks, device, seconds=LIMIT_SECONDS, wire=wire)
+    group = collectives.in_process(ranks, device, seconds=LIMIT_SECONDS, wires=(wire,))
     calls = calls_of(ranks, group[0], sizes)
     members = [Rank(rank, reduce, device, calls) for rank, reduce in enumerate(group)]
     streams_of_one.check_overlap([member.stream for member in members], device)
@@ -328,7 +328,7 @@ def run_process(rank: int, ranks: int, launches: int, sizes, wire: str, store: s
         "gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120)
     )
     group = dist.group.WORLD
-    reduce = collectives.create(group, device, seconds=LIMIT_SECONDS, wire=wire)
+    reduce = collectives.create(group, device, seconds=LIMIT_SECONDS, wires=(wire,))
     calls = calls_of(ranks, reduce, sizes)
     member = Rank(rank, reduce, device, calls)
     for number, call in enumerate(calls):

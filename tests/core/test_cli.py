@@ -69,7 +69,10 @@ def test_doctor_says_the_limits_of_the_all_reduce(found, monkeypatch):
     monkeypatch.setenv(wire.VARIABLE, wire.FP8)
     report = found | {"all_reduce": doctor.find_all_reduce(["gfx942"])}
     said = [" ".join(line.split()) for line in doctor.text(report, verbose=True).splitlines()]
-    assert any(line.endswith("FP8 above 512 KiB") for line in said) and "8 16384 1 to 3 4 to 128 17 129" in said
+    assert (
+        any(line.endswith("FP8 above 512 KiB where faster") for line in said)
+        and "8 16384 1 to 3 4 to 128 37 129" in said
+    )
     monkeypatch.setenv(wire.VARIABLE, "int4")
     assert doctor.find_all_reduce(["gfx942"]) == {
         "limits": f"{wire.VARIABLE} must be bf16 or fp8, got 'int4'",

@@ -38,7 +38,7 @@ class EmulatedGroup:
         code: Path | None = None,
         adapt: Callable[[Launch], Launch] = lambda launch: launch,
         turns: int = TURNS,
-        wire: str = "bf16",
+        wires: tuple[str, ...] = ("bf16",),
     ):
         self.devices = Devices(arch_name, ranks, seed, turns=turns)
         arch, self.code, self.adapt = self.devices.arch, code, adapt
@@ -59,7 +59,7 @@ class EmulatedGroup:
         for rank, (counters, report) in enumerate(zip(self.counters, self.reports)):
             pointers = counters.data_ptr(), report.data_ptr()
             sizes = capacity, self.flagged_counters[rank].data_ptr(), payload
-            group = launches.Group(rank, addresses, *pointers, blocks, limit_us, *sizes, wire)
+            group = launches.Group(rank, addresses, *pointers, blocks, limit_us, *sizes, wires)
             self.queues.append(Queue(self, rank, epoch, streams))
             self.reduces.append(AllReduce(group, arch, report, executor=self.queues[-1]))
 

@@ -33,7 +33,7 @@ def check(monkeypatch):
 
         monkeypatch.setattr(flagged, "default", default)
         sizes = {"capacity": 0, "payload": PAYLOAD, "blocks": blocks}
-        group = EmulatedGroup(arch_name, ranks, rows + hidden, **sizes, wire=wire)
+        group = EmulatedGroup(arch_name, ranks, rows + hidden, **sizes, wires=(wire,))
         check_call(arch_name, ranks, op, dtype, rows, hidden, group=group, **how)
         symbols = {launch.symbol for queue in group.queues for _, launch, _ in queue.launches}
         assert all("_flagged_fp8_" in symbol if wire == FP8 else "_flagged_" in symbol for symbol in symbols)
@@ -126,7 +126,7 @@ def test_fp8_on_the_wire(check, arch_name, ranks, op, rows, hidden, stages, part
 @pytest.mark.parametrize(("arch_name", "ranks"), [(AMD[0], 2), (AMD[1], 2), (AMD[0], 3)])
 def test_groups_that_are_hard_to_scale(arch_name, ranks):
     """Bits are the reference's: of zeros, subnormal and largest numbers, borders of powers of two, infinity and NaN."""
-    group = EmulatedGroup(arch_name, ranks, capacity=0, payload=PAYLOAD, wire=FP8)
+    group = EmulatedGroup(arch_name, ranks, capacity=0, payload=PAYLOAD, wires=(FP8,))
     fp8, largest = group.devices.arch.fp8_dtype, torch.finfo(flagged.DTYPE).max
     inputs = [
         torch.randn(1, 12 * GROUP_VALUES + 16, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)
@@ -157,21 +157,27 @@ def test_the_error_of_fp8_on_the_wire(ranks, error, fp8):
 
 
 def test_fp8_serves_only_calls_above_one_shot():
-    group = EmulatedGroup(AMD[0], 8, payload=flagged.PAYLOAD, wire=FP8)
+    """And of those, where its conversions are predicted to take less time than the bytes."""
+    group = EmulatedGroup(AMD[0], 8, payload=flagged.PAYLOAD, wires=(FP8, BF16))
     reduce, most = group.reduces[0], launches.CAPACITY * launches.VALUES_IN_WORD // 16384
-    x = torch.empty(most + 1, 16384, dtype=flagged.DTYPE)
-    assert [reduce.wire(None, x[:rows]) for rows in (1, most, most + 1)] == [BF16, BF16, FP8]
+
+    def formats(x, rows):
+        return {each.wire for each in flagged.configs(launches.Sum(x[:rows]), reduce.arch, reduce.group)}
+
+    x = torch.empty(64, 16384, dtype=flagged.DTYPE)
+    assert [formats(x, rows) for rows in (most, most + 1)] == [{BF16}, {FP8, BF16}]
+    assert [reduce.wire(None, x[:rows]) for rows in (most, most + 1, 64)] == [BF16, BF16, FP8]
     reduce.sum(x)
     assert group.queues[0].launches[-1][1].symbol == "all_reduce_flagged_fp8_bf16_8_x4"
     padded = torch.empty(2048, 512, dtype=flagged.DTYPE)  # to 2048 columns
-    assert [reduce.wire(None, padded[:rows]) for rows in (1024, 2048)] == [FP8, BF16]
+    assert [formats(padded, rows) for rows in (1024, 2048)] == [{FP8, BF16}, {BF16}]
     assert reduce.wire(None, torch.empty(4097, 512, dtype=flagged.DTYPE)) == BF16, "no kernel"
 
 
 def test_a_wire_that_there_is_not(monkeypatch):
     monkeypatch.setenv(wire.VARIABLE, "int4")
     with pytest.raises(ValueError, match="VLLM_ROCM_OPS_ALL_REDUCE_WIRE must be bf16 or fp8, got 'int4'"):
-        wire.resolve()
+        wire.allowed()
 
 
 # Schedules, and planted faults
@@ -197,7 +203,7 @@ def run_sums(built, ranks: int, seed: int, sizes, kernel="right", stages=2, **op
     """Run an all-reduce of each size, and compare all sums."""
     arch_name, path = built
     if kernel.startswith("fp8"):
-        options, sizes = options | {"wire": FP8}, [OF_FP8[size] for size in sizes]
+        options, sizes = options | {"wires": (FP8,)}, [OF_FP8[size] for size in sizes]
 
     def adapt(launch: Launch) -> Launch:
         takes = kernel_arguments.parameters(code_object(launch.module, arch_name), launch.symbol)
@@ -221,7 +227,7 @@ def run_sums(built, ranks: int, seed: int, sizes, kernel="right", stages=2, **op
         patch.setattr(flagged, "configs", lambda *of: [each for each in usual(*of) if each.stages == stages])
         for size in sizes:
             inputs = [torch.randint(-15, 16, size, generator=generator).bfloat16() for _ in range(ranks)]
-            wanted = wire.fp8_sum(inputs, group.devices.arch.fp8_dtype) if "wire" in options else sum(inputs)
+            wanted = wire.fp8_sum(inputs, group.devices.arch.fp8_dtype) if "wires" in options else sum(inputs)
             calls.append((wanted, [reduce.sum(x) for reduce, x in zip(group.reduces, inputs)]))
     group.run()
     for number, (wanted, results) in enumerate(calls):
@@ -297,7 +303,7 @@ def test_a_missing_rank_is_reported_with_nan_results(monkeypatch, ranks, stages,
     """The other ranks end with NaN in every row, the next calls in one shot too, and so does the late rank."""
     usual = flagged.configs
     monkeypatch.setattr(flagged, "configs", lambda *of: [each for each in usual(*of) if each.stages == stages])
-    group = EmulatedGroup(AMD[0], ranks, seed=ranks, capacity=1024, payload=PAYLOAD, limit_us=16, wire=wire)
+    group = EmulatedGroup(AMD[0], ranks, seed=ranks, capacity=1024, payload=PAYLOAD, limit_us=16, wires=(wire,))
     late, many, few = ranks - 1, torch.ones(3, 1024).bfloat16(), torch.ones(1, 1024).bfloat16()
     whole = [reduce.sum(many) for reduce in group.reduces]
     group.run()

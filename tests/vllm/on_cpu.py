@@ -128,11 +128,11 @@ class OverGloo:
         self, cpu_group, device, *, all_reduce, seconds=None, blocks=4, flips=False, missing_after=0, fp8_from=0
     ):
         self.seconds, self.fp8_from, self.flips, self.missing = seconds, fp8_from, flips, ""
-        self.group = Fake(blocks=blocks, payload=0, wire=wire.FP8 if fp8_from else wire.BF16)
+        self.group = Fake(blocks=blocks, payload=0, wires=(wire.FP8, wire.BF16) if fp8_from else (wire.BF16,))
         self.missing_after, self.launched, self.is_closed = missing_after, 0, False
 
     def wire(self, op, x, *args):
-        return self.group.wire if len(x) >= self.fp8_from else wire.BF16
+        return self.group.wires[0] if len(x) >= self.fp8_from else wire.BF16
 
     def sum(self, x):
         parts = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]

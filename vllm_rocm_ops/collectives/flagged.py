@@ -106,13 +106,13 @@ def rules(op: Op | None, a, arch: Arch, group: Group) -> Iterator[tuple[str, boo
 
 
 def configs(a, arch: Arch, group: Group) -> list[Config]:
-    """Return the configurations that fit. They differ in `parts` and `stages` only, which do not change results.
+    """Return the configurations that fit, of the group's wire formats. `parts` and `stages` do not change results.
 
-    FP8 needs more padding of rows. Where these do not fit, the wire has bf16.
+    FP8 needs more padding of rows.
     """
     is_large = a.input.numel() > group.capacity * launches.VALUES_IN_WORD
-    formats = (wire.FP8, wire.BF16) if group.wire == wire.FP8 and is_large else (wire.BF16,)
-    return next(filter(None, (_configs(a, arch, group, each) for each in formats)), [])
+    formats = [each for each in group.wires if is_large or each == wire.BF16]
+    return [config for each in formats for config in _configs(a, arch, group, each)]
 
 
 def _configs(a, arch: Arch, group: Group, wire_format: str) -> list[Config]:
@@ -138,6 +138,9 @@ def cost(config: Config, a, arch: Arch, group: Group) -> float:
     stored, loaded = (ranks - 1, ranks) if config.stages == 1 else (2 * (ranks - 1) / ranks, 2)  # rows per row
     row_us = row_bytes * (stored + loaded) / config.parts / costs.unit_bytes_per_us
     row_us += costs.exchange_us if config.parts > 1 and not isinstance(a, Sum) else 0.0
+    if config.wire == wire.FP8:
+        waves = config.threads / config.parts / arch.wave_lanes
+        row_us += config.stages * costs.fp8_us * max(1.0, waves / costs.fp8_waves)
     return link_us + row_us * -(-rows // config.row_blocks) + config.stages * costs.hop_us
 
 

@@ -73,7 +73,7 @@ class Group:
         capacity: Words per call in one shot.
         flagged_counters: The address of this rank's counters for launches of flagged.py.
         payload: Bytes per buffer of an inbox for launches of flagged.py, 0 if there are none.
-        wire: The wire format of calls with more values than `capacity` (wire.py).
+        wires: The wire formats of calls with more values than `capacity` (wire.py).
     """
 
     rank: int
@@ -85,7 +85,7 @@ class Group:
     capacity: int = CAPACITY
     flagged_counters: int = 0
     payload: int = 0
-    wire: str = wire.BF16
+    wires: tuple[str, ...] = (wire.BF16,)
 
     @property
     def ranks(self) -> int:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.collectives import flagged, launches
-from vllm_rocm_ops.collectives import wire as wires
 from vllm_rocm_ops.collectives.all_reduce import AllReduce, limit_us
 from vllm_rocm_ops.collectives.launches import Group
+from vllm_rocm_ops.collectives.wire import allowed as allowed_wires
 from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.core import launch as core
 
@@ -23,11 +23,11 @@ from vllm_rocm_ops.core import launch as core
 class RankMemory:
     """A rank's own memory: its inbox, counters, and the host word that receives errors of kernels."""
 
-    def __init__(self, device: torch.device, capacity: int, payload: int, wire: str):
+    def __init__(self, device: torch.device, capacity: int, payload: int, wires: tuple[str, ...]):
         arch = archs.of_device(device.index) if device.type == "cuda" else None
         if arch is None:
             raise RuntimeError(f"there are no kernels for {device}")
-        self.device, self.arch, self.capacity, self.payload, self.wire = device, arch, capacity, payload, wire
+        self.device, self.arch, self.capacity, self.payload, self.wires = device, arch, capacity, payload, wires
         self.runtime, why = core.runtime()
         if why:
             raise RuntimeError(why)
@@ -42,7 +42,7 @@ class RankMemory:
         blocks = self.arch.compute_units // on_device
         pointers = counters, self.report.data_ptr()
         sizes = self.capacity, flagged_counters, self.payload
-        return Group(rank, tuple(inboxes), *pointers, blocks, limit_us, *sizes, self.wire)
+        return Group(rank, tuple(inboxes), *pointers, blocks, limit_us, *sizes, self.wires)
 
     def free(self) -> None:
         """Free the inbox."""
@@ -84,7 +84,7 @@ def create(
     capacity: int = launches.CAPACITY,
     payload: int = flagged.PAYLOAD,
     seconds: float | None = None,
-    wire: str | None = None,
+    wires: tuple[str, ...] | None = None,
 ) -> AllReduce:
     """Create the all-reduce of a torch.distributed group. Collective.
 
@@ -95,7 +95,8 @@ def create(
         capacity: Words of two values per one-shot call.
         payload: Bytes per buffer for calls with more values, in stages; 0 for none.
         seconds: Time limit of a wait for a rank, by default $VLLM_ROCM_OPS_ALL_REDUCE_LIMIT.
-        wire: Wire format of calls with more values, "bf16" or "fp8", by default $VLLM_ROCM_OPS_ALL_REDUCE_WIRE.
+        wires: Wire formats of calls with more values, "bf16", "fp8" or both, by default of $VLLM_ROCM_OPS_ALL_REDUCE_WIRE. Of
+            both, that with the lowest predicted cost is sent.
 
     Returns:
         This rank's all-reduce.
@@ -110,13 +111,13 @@ def create(
 
     def make():
         _check_ranks(ranks)
-        memory = RankMemory(device, capacity, payload, wires.resolve(wire))
+        memory = RankMemory(device, capacity, payload, allowed_wires() if wires is None else wires)
         memories.append(memory)
         return (
             _boot_id(),
             memory.arch.name,
             (capacity, payload),
-            memory.wire,
+            memory.wires,
             limit,
             memory.runtime.memory_handle(device.index, memory.inbox),
         )
@@ -162,12 +163,12 @@ def in_process(
     capacity: int = launches.CAPACITY,
     payload: int = flagged.PAYLOAD,
     seconds: float | None = None,
-    wire: str | None = None,
+    wires: tuple[str, ...] | None = None,
 ) -> list[AllReduce]:
     """Create all ranks of a group in this process, on one GPU. Each rank's calls go to its own stream."""
     _check_ranks(ranks)
-    limit, wire = limit_us(seconds), wires.resolve(wire)
-    memories = [RankMemory(device, capacity, payload, wire) for _ in range(ranks)]
+    limit, wires = limit_us(seconds), allowed_wires() if wires is None else wires
+    memories = [RankMemory(device, capacity, payload, wires) for _ in range(ranks)]
     inboxes = [memory.inbox for memory in memories]
 
     def release() -> None:

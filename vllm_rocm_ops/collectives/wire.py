@@ -1,7 +1,7 @@
 """Define the formats of values on the wire between ranks: bf16, or e4m3 with a scale per 128 values (csrc/collectives/wire.h).
 
-FP8 is sent only if $VLLM_ROCM_OPS_ALL_REDUCE_WIRE is fp8, in calls with more values than one shot supports. It makes sums less exact.
-They still have equal bits on all ranks, whatever the configuration of the launch.
+FP8 is sent only if $VLLM_ROCM_OPS_ALL_REDUCE_WIRE is fp8, in calls with more values than one shot supports that are predicted to be faster
+with it. It makes sums less exact. They still have equal bits on all ranks, whatever the configuration of the launch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ GROUP_VALUES, GROUP_VECTORS = 128, 16  # with one scale
 VALUE_BYTES = {BF16: 2.0, FP8: 1 + 4 / GROUP_VALUES}
 
 
-def resolve(wire: str | None = None) -> str:
-    """Return a wire format, by default $VLLM_ROCM_OPS_ALL_REDUCE_WIRE. Raises ValueError for an unknown one."""
-    wire = getattr(envs, VARIABLE) if wire is None else wire
-    if wire not in VALUE_BYTES:
-        raise ValueError(f"{VARIABLE} must be {BF16} or {FP8}, got {wire!r}")
-    return wire
+def allowed() -> tuple[str, ...]:
+    """Return the wire formats that $VLLM_ROCM_OPS_ALL_REDUCE_WIRE allows. Raises ValueError for an unknown value."""
+    given = getattr(envs, VARIABLE)
+    if given not in VALUE_BYTES:
+        raise ValueError(f"{VARIABLE} must be {BF16} or {FP8}, got {given!r}")
+    return tuple(dict.fromkeys((given, BF16)))
 
 
 def quant_dequant(x: Tensor, fp8: torch.dtype) -> Tensor:

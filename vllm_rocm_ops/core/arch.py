@@ -85,6 +85,9 @@ class CollectiveCosts:
     all_links_bytes_per_us: float
     hop_us: float
     """Microseconds from a payload's last store to its use on another GPU: a wait for the stores, and a flag."""
+    fp8_us: float
+    """Microseconds in which a block of at most `fp8_waves` waves converts a row's part to FP8 and back, per stage."""
+    fp8_waves: int
 
     def peer_bytes_per_us(self, ranks: int) -> float:
         """Return the bytes per microsecond that a GPU stores to each of the others at once."""

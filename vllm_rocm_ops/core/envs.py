@@ -46,7 +46,7 @@ VARIABLES = {
         Variable(
             "VLLM_ROCM_OPS_ALL_REDUCE_WIRE",
             "bf16",
-            "`fp8` has the plugin's all-reduce send [FP8](all_reduce.md#fp8-on-the-wire) in calls above 512 KiB: half the bytes, less exact",
+            "`fp8` has the plugin's all-reduce send [FP8](all_reduce.md#fp8-on-the-wire) in calls above 512 KiB that are predicted to be faster with it: half the bytes, less exact",
         ),
         Variable(
             "VLLM_ROCM_OPS_ATTENTION",

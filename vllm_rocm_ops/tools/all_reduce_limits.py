@@ -14,22 +14,22 @@ RANKS, HIDDENS = (2, 4, 8), (4096, 7168, 16384)  # of the table
 PROTOCOLS = {0: "one shot", 1: "one stage", 2: "two stages"}  # by stages
 
 
-def summary(wire_format: str) -> str:
-    """Return the limits of all protocols, and the wire format."""
+def summary(wires: tuple[str, ...]) -> str:
+    """Return the limits of all protocols, and the wire formats."""
     ranks, hidden = launches.RANKS, launches.LARGEST_HIDDEN
     one_shot_kib, stages_mib = launches.CAPACITY * launches.VALUES_IN_WORD * 2 >> 10, flagged.MAX_VALUES * 2 >> 20
-    fp8 = f", FP8 above {one_shot_kib} KiB" if wire_format == wire.FP8 else ""
+    fp8 = f", FP8 above {one_shot_kib} KiB where faster" if wire.FP8 in wires else ""
     return (
         f"{ranks[0]} to {ranks[-1]} GPUs of one machine, hidden sizes up to {hidden}, bf16 up to {stages_mib} MiB, fp16 up to "
         f"{one_shot_kib} KiB; sends 16 bits a value{fp8}"
     )
 
 
-def spans(arch: Arch, wire_format: str) -> list[dict]:
+def spans(arch: Arch, wires: tuple[str, ...]) -> list[dict]:
     """Return, by ranks and hidden size, each protocol's [first, last] number of rows with a norm, and the first with FP8."""
     result = []
     for ranks, hidden in itertools.product(RANKS, HIDDENS):
-        group = launches.Group(0, (0,) * ranks, 0, 0, arch.compute_units, 1, payload=flagged.PAYLOAD, wire=wire_format)
+        group = launches.Group(0, (0,) * ranks, 0, 0, arch.compute_units, 1, payload=flagged.PAYLOAD, wires=wires)
         by_protocol: dict[str, list[int]] = {}
         fp8_from = 0
         for rows in range(1, flagged.MAX_VALUES // hidden + 1):

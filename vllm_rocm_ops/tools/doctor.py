@@ -104,11 +104,11 @@ def find_reached(folder: Path) -> list[dict]:
 def find_all_reduce(names: list[str]) -> dict:
     """Return the limits of the all-reduce, and by arch the rows for which each protocol is predicted to be fastest."""
     try:
-        wire_format = wire.resolve()
+        wires = wire.allowed()
     except ValueError as error:
         return {"limits": str(error), "ways": {}}
-    by_arch = {name: limits.spans(archs.ARCHS[name], wire_format) for name in dict.fromkeys(names)}
-    return {"limits": limits.summary(wire_format), "ways": by_arch}
+    by_arch = {name: limits.spans(archs.ARCHS[name], wires) for name in dict.fromkeys(names)}
+    return {"limits": limits.summary(wires), "ways": by_arch}
 
 
 def reached_lines(starts: list[dict]) -> list[str]:

@@ -58,13 +58,16 @@ COSTS = Costs(
     experts=ExpertsCosts(tile_tokens=16, block_bytes_per_us=16.4e3, quantize_us=1.9e-4),
     decode=DECODE,
     # the rate of keys per unit; a store and a load across XCDs (`latent_us` without its sums; fleet-mi300x: 1.44 us idle)
-    # 64 GB/s of a link to each of seven others, 3/4 of them used; two trips of a link's latency
+    # 64 GB/s of a link to each of seven others, 3/4 of them used; two trips of a link's latency;
+    # 979 more VALU instructions per wave with FP8 in one stage and 1,381 in two, of 4 cycles each, on each of four SIMDs
     collective=CollectiveCosts(
         unit_bytes_per_us=48e3,
         exchange_us=1.5,
         link_bytes_per_us=48e3,
         all_links_bytes_per_us=7 * 48e3,
         hop_us=2.5,
+        fp8_us=1.6,
+        fp8_waves=4,
     ),
     sums_bytes_per_us=SUMS_BYTES_PER_US,
     tiled_sums_bytes_per_us=SUMS_BYTES_PER_US,

@@ -88,6 +88,8 @@ ARCH = Arch(
             link_bytes_per_us=340e3,  # measured between two H200, as the hop
             all_links_bytes_per_us=340e3,
             hop_us=2.3,
+            fp8_us=4.2,  # measured, as the links: per round of blocks, whether a row has one block or two
+            fp8_waves=16,
         ),
         sums_bytes_per_us=150e3,
         tiled_sums_bytes_per_us=100e3,

@@ -95,7 +95,7 @@ class AllReduceComparison:
         self.call, self.norm, self.group, self.reduce, self.device = call, norm, group, reduce, device
         self.op = getattr(ops, call.norm) if call.norm else None
         name = f"{group.world_size}-ranks" + f"-{AITER}" * is_aiters(call)
-        name += FP8_SUMS * (reduce.group.wire == wire.FP8)
+        name += FP8_SUMS * (wire.FP8 in reduce.group.wires)
         self.key = Key(call.op.name, call.describe(), Baseline(name))
 
     def inputs(self, tokens: int, seed: int) -> tuple[list[Tensor], tuple]:
