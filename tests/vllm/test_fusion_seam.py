@@ -7,7 +7,7 @@ import pytest
 import test_selection
 import torch
 from engines import HERE
-from fakes import Fake
+from fakes import Fake, called_in, graph_of
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -30,16 +30,7 @@ def quantization(mode: str, backend: str = "inductor"):
 
 def traced(function) -> set[str]:
     """Return the calls of a function of a row in its graph."""
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
-        return graph.forward
-
-    torch._dynamo.reset()
-    torch.compile(function, backend=backend, fullgraph=True)(torch.ones(2, 256, dtype=torch.bfloat16))
-    [calls] = graphs
-    return calls
+    return called_in(graph_of(function, torch.ones(2, 256, dtype=torch.bfloat16)))
 
 
 MARK = "vllm_rocm_ops.marked_quant.default"

@@ -6,7 +6,7 @@ import linears
 import pytest
 import torch
 from fakes import Fake, decide, parameter
-from linears import FEW, MANY, hold, random, require_choice, require_products, require_sizes_won
+from linears import FEW, MANY, hold, one_rank, random, require_choice, require_products, require_sizes_won  # noqa: F401
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.mixed_precision.triton_w4a16 import TritonW4A16LinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16 import (
@@ -30,7 +30,7 @@ N, K = 48, 256
 NAMES = "weight_packed", "weight_scale", "weight_zero_point"
 GROUPS = {"32": 32, "128": 128, "channel": -1}
 
-pytestmark = pytest.mark.usefixtures("configuration")
+pytestmark = pytest.mark.usefixtures("configuration", "one_rank")
 
 
 class Baseline:
@@ -69,15 +69,6 @@ def layer_of(group: int, gptq: bool = False) -> tuple[torch.nn.Module, torch.Ten
     layer.weight_scale = GroupQuantScaleParameter(data=turned(scale), **given)
     exact = (values.float() - 8) * scale.float().repeat_interleave(K // scale.shape[1], 1)
     return layer, exact
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    """Answer vLLM's parameters, which ask for the rank."""
-    for name, value in (("rank", 0), ("world_size", 1)):
-        monkeypatch.setattr(
-            f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}", lambda value=value: value
-        )
 
 
 @pytest.fixture

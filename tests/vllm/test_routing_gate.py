@@ -5,13 +5,12 @@ import collections
 import checkpoints
 import pytest
 import torch
-from engines import STEPS, prompts_of
+from engines import STEPS, counted, prompts_of
 from fakes import Counting, Fake, plugin_wins_up_to, time_choices
+from linears import one_rank  # noqa: F401
 from marks import full
 from test_experts import EXPERTS, HIDDEN, ROUTERS, TOPK, Layer, call_with_logits, config, inputs, kernel, method, random
 from vllm import envs
-from vllm.model_executor import parameter
-from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
@@ -24,14 +23,6 @@ from vllm_rocm_ops.vllm.selection import kernel_selection
 pytestmark = pytest.mark.usefixtures("configuration", "one_rank")
 FUSED, SEPARATE = {"router_gemm_topk": 1}, {"grouped_topk": 1}
 FASTER = bytes([0, 1, 1, 1, 1])  # up to four tokens
-
-
-@pytest.fixture
-def one_rank(monkeypatch):
-    """Make linear layers without a process group."""
-    for module in (linear, parameter):
-        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
-        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
 
 
 class Moe(torch.nn.Module):
@@ -59,10 +50,10 @@ class Moe(torch.nn.Module):
     forward = _forward_impl
 
 
-def adopted(plugin: bytes = FASTER, **options) -> Moe:
-    """Return a layer whose gate routes for few tokens."""
+def adopted(make: type = Moe, plugin: bytes = FASTER, **options) -> torch.nn.Module:
+    """Return a layer, or a block around one, whose gate routes for few tokens."""
     kernel_selection.begin_recording()
-    layer = Moe(**options)
+    layer = make(**options)
     routing_gate.adopt([layer])
     keys = [one.key for one in kernel_selection.all_choices() if one.kernels.op is routing_gate.OP]
     kernel_selection.apply_decisions(kernel_selection.Decided({}, dict.fromkeys(keys, plugin)))
@@ -74,7 +65,7 @@ def called(run, *arguments) -> tuple[object, dict[str, int]]:
     vllm_rocm_ops.reset_stats()
     with torch.no_grad():
         result = run(*arguments)
-    counts = {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()}
+    counts = counted(vllm_rocm_ops.stats())
     assert counts.pop("fused_experts", 1) == 1
     return result, counts
 
@@ -176,7 +167,7 @@ def test_padding_goes_to_no_expert(monkeypatch):
 def test_a_gate_that_never_wins_is_vllms():
     """Its class is vLLM's after its next call, and one that may win later stays."""
     for plugin, stays in ((bytes(5), False), (FASTER, True)):
-        layer = adopted(plugin)
+        layer = adopted(plugin=plugin)
         plain = type(layer.gate).__bases__[1]
         called(layer, inputs(9))
         assert (type(layer.gate) is plain) is not stays
