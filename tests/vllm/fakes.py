@@ -73,6 +73,16 @@ def graph_of(function, *arguments) -> torch.fx.Graph:
     return module.graph
 
 
+def traced(module: torch.nn.Module, *arguments: torch.Tensor) -> torch.fx.GraphModule:
+    """Return the graph that vLLM's backend gets, without running it."""
+    graphs = []
+    torch._dynamo.reset()
+    keep = lambda graph, inputs: (graphs.append(graph), lambda *_: ())[1]
+    with contextlib.suppress(IndexError), torch.no_grad():  # the result is empty
+        torch.compile(module, backend=keep, fullgraph=True)(*arguments)
+    return graphs[0]
+
+
 def called_in(graph: torch.fx.Graph) -> set[str]:
     """Return the names of the functions that a graph calls."""
     return {str(node.target) for node in graph.nodes if node.op == "call_function"}

@@ -60,7 +60,6 @@ def test_nothing_is_marked_without_the_pass(monkeypatch):
 
 
 def test_the_timed_baseline_is_compiled_without_the_plugin():
-    """The baseline is compiled without markers and without the plugin's pass."""
     params = (None, None, None, None)
     kernel = Fake(quant_fp8=quantization("VLLM_COMPILE"), _get_layer_params=lambda layer: params)
     kernel.quant_fp8.vllm_forward = kernel.quant_fp8.forward_native

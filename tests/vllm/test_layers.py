@@ -214,7 +214,6 @@ def test_ops_have_vllms_kernels_behind_them_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_kernels_make_all_results_unless_switched_off(monkeypatch, arch):
-    """On GPUs with code objects these are all results, unless switched off."""
     monkeypatch.setattr(seam, "arch_here", lambda _: arch)
     monkeypatch.setattr(fused_quant, "QUANT_DTYPE", archs.named(arch).fp8_dtype)
     tables = fused_quant.NORMS, fused_quant.ACTIVATIONS
@@ -270,7 +269,6 @@ def test_batch_invariance_is_vllms(monkeypatch):
 
 
 def test_swiglu_runs_the_plugins_op_except_in_fp32():
-    """SwiGLU runs the plugin's op; fp32 runs vLLM's own forward."""
     layer, x = SiluAndMul(), random(ROWS, 2 * HIDDEN)
     torch.testing.assert_close(layer(x), SiluAndMul.forward_native(x), atol=0.02, rtol=0.01)
     assert vllm_rocm_ops.stats().keys() == {"silu_and_mul"}

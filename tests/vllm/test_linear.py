@@ -452,7 +452,6 @@ def test_shuffled_weights_are_refused_by_other_kernels(make, kind, shuffles):
 
 @pytest.mark.parametrize("baseline", [Baseline, ShufflingInPlace])
 def test_weights_that_are_loaded_again(make, baseline, shuffles):
-    """They are prepared as the first time."""
     layer, kernel, exact = make("channel", baseline)
     for _ in range(2):
         emulate(layer, kernel, exact=exact)
@@ -728,7 +727,6 @@ def test_cutlass_has_what_it_is_faster_at(make, cuda, tokens, calls, monkeypatch
 
 @pytest.mark.parametrize("kind", ["channel", "block", "mxfp8"])
 def test_fake_results_are_like_real_ones(make, kind):
-    """A fake result has the shape, strides and dtype of the real one."""
     layer, kernel, _ = make(kind, Baseline)
     for tokens in (FEW, MANY):
         x = random(tokens, K).bfloat16()

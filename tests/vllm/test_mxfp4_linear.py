@@ -100,14 +100,12 @@ close = functools.partial(linears.close, most=0.01)  # the rounding to bf16
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(make, kind):
-    """Without a kernel of vLLM's, the op serves any number of tokens, in any number of dimensions, with a bias."""
     require_products(*make(kind), "mx_gemm", close)
 
 
 @pytest.mark.parametrize("fault", [None, "bias"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_serve_the_sizes_they_won(make, kind, fault, monkeypatch):
-    """A right kernel passes the check, and then serves where it is faster; one without a bias fails it."""
     kernel_selection.begin_recording()
     layer, kernel, exact = make(kind, Baseline)
     require_sizes_won(layer, kernel, exact, ops.mx_gemm, fault, monkeypatch)

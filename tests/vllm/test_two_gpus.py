@@ -131,8 +131,7 @@ def run(engines, name: str, port: int) -> dict:
         environment |= {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         before += "" if ON_GPU else COLLECTIVES
-    answers = engines.run({"it": job}, before=before, cache=f"cache-{name}", **environment)
-    return {**answers["it"], "output": answers["output"], "prompts": job["prompts"]}
+    return engines.run_one(job, before=before, cache=f"cache-{name}", **environment) | {"prompts": job["prompts"]}
 
 
 @pytest.fixture(scope="module")
