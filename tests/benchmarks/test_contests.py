@@ -216,7 +216,6 @@ class Scripted:
 
 @pytest.fixture
 def small():
-    """Return the contest of gemm, with its reduced problems as benchmarks."""
     return dataclasses.replace(gemm.CONTEST, tests=gemm.CONTEST.reduced[:1], benchmarks=gemm.CONTEST.reduced[:2])
 
 
@@ -255,15 +254,19 @@ def test_a_ranked_run_checks_each_call_on_new_data(small):
     assert "elements of c are wrong" in wrong and times == () and len(set(seen)) == 3
 
 
-def test_stages_are_timed_and_named(small, monkeypatch):
-    monkeypatch.setattr(
-        gemm.ops, "block_scaled_mm", lambda a, b, sa, sb, dtype: small.reference((a, b, sa, sb, a.bfloat16()))[0]
-    )
+@pytest.fixture
+def by_reference(small, monkeypatch):
+    """Compute the plugin's product by the contest's reference."""
+    product = lambda a, b, sa, sb, dtype: small.reference((a, b, sa, sb, a.bfloat16()))[0]
+    monkeypatch.setattr(gemm.ops, "block_scaled_mm", product)
+
+
+@pytest.mark.usefixtures("by_reference")
+def test_stages_are_timed_and_named(small):
     found = judge.Judge(small, small.ours, Scripted(1e-3, 2e-3, 3e-3, 5e-3, 1e-3, 4e-3)).stages(small.benchmarks[0])
     assert list(found) == ["transpose a", "transpose b", "product"]
-    assert list(found.values()) == pytest.approx(
-        [1e-3, 1e-3, 3e-3]
-    )  # the best of five calls, of which the last four end in 4 ms
+    # the best of five calls, of which the last four end in 4 ms
+    assert list(found.values()) == pytest.approx([1e-3, 1e-3, 3e-3])
 
 
 @pytest.fixture
@@ -302,10 +305,8 @@ def test_the_command_checks_then_times_then_scores(scripted, tmp_path, capsys):
     assert "FAILED" in out and "wrong results: no timing" in out and "case" not in out
 
 
-def test_one_stage_is_printed_alone(scripted, small, monkeypatch, capsys):
-    monkeypatch.setattr(
-        gemm.ops, "block_scaled_mm", lambda a, b, sa, sb, dtype: small.reference((a, b, sa, sb, a.bfloat16()))[0]
-    )
+@pytest.mark.usefixtures("scripted", "by_reference")
+def test_one_stage_is_printed_alone(capsys):
     for stage in range(4):
         assert command.main(["gemm", "-c", "0", "-t", str(stage)]) == 0
         assert capsys.readouterr().out == "1000.000000\n"
