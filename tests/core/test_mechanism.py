@@ -209,7 +209,6 @@ def test_can_implement_rules_fall_back_and_say_why(recorder):
 
 
 def warnings_of(calls) -> list[str]:
-    """Return the warnings of a function."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         calls()
@@ -684,7 +683,6 @@ def test_a_stamp_that_cannot_be_read_is_in_the_fingerprint(tmp_path, monkeypatch
 
 
 def test_registered_are_the_ops_of_the_package():
-    """Each is registered once."""
     found = list(op.registered())
     assert len(found) == len(set(found)) and set(found) == {o for o in vars(ops).values() if isinstance(o, op.Op)}
 

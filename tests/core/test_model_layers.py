@@ -638,7 +638,6 @@ def test_every_call_has_arguments_that_its_op_takes(model, arch):
 
 
 def test_random_arguments_run_through_the_references():
-    """Random arguments run on CPU through the references: shapes and types match."""
     for model in ("tiny-llama", "tiny-llama-fp8", "tiny-deepseek-v3-fp8"):
         for call in [*calls(read(model)), *explain.around(read(model), 1, None, archs.ARCHS["gfx942"])]:
             generator = torch.Generator().manual_seed(0)

@@ -53,7 +53,6 @@ def name(path: pathlib.Path) -> str:
 
 
 def without_comments(text: str) -> str:
-    """Return C++ without its comments."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
@@ -449,7 +448,6 @@ def belongs(module: str, *folders: str) -> bool:
 
 
 def test_a_worker_imports_no_command():
-    """vLLM's workers import the plugin, its seams and their imports, also within functions."""
     graph = import_graph(ROOT / "vllm_rocm_ops")
     meta = {module for module in graph if belongs(module, "vllm") and module.split(".")[2:3] == [META]}
     worker = reached(graph, {module for module in graph if belongs(module, "vllm")} - meta)
