@@ -126,25 +126,15 @@ def test_data_of_mla_have_a_cache_that_a_call_appends_to():
 # Wrong ones, which a judge must find
 
 
-def absolute_scales(data):
-    a, b, scale_a, scale_b, c = data
-    return gemm.CONTEST.reference((a, b, scale_a.abs(), scale_b, c))
-
-
-def as_if_row_major(data):
-    a, *rest = data
-    return gemm.CONTEST.reference((a.t().contiguous().view(a.shape), *rest))
+def shared_expert(data):
+    return moe._expert(data[0], data[1], "shared_experts")
 
 
 def renormalized(data):
     x, weights, config = data
     scores, _ = moe._route(x, weights, config)
-    shared = moe._expert(x, weights, "shared_experts")
+    shared = shared_expert(data)
     return (moe.CONTEST.reference(data)[0] - shared) / scores.sum(-1).view(*x.shape[:2], 1) + shared
-
-
-def without_shared_expert(data):
-    return moe.CONTEST.reference(data)[0] - moe._expert(data[0], data[1], "shared_experts")
 
 
 def rotates_its_cache(data):
@@ -166,15 +156,20 @@ def does_not_append(data):
     return output, cache
 
 
+def reference_of_a(change):
+    """Return a function for the contest's reference of changed data."""
+    return lambda data: gemm.CONTEST.reference(change(*data))
+
+
 WRONG = [
-    (gemm, absolute_scales, "elements of c are wrong"),
-    (gemm, as_if_row_major, "elements of c are wrong"),
+    (gemm, reference_of_a(lambda a, b, scale_a, *rest: (a, b, scale_a.abs(), *rest)), "elements of c are wrong"),
+    (gemm, reference_of_a(lambda a, *rest: (a.t().contiguous().view(a.shape), *rest)), "elements of c are wrong"),
     (gemm, lambda data: data[4][:1], r"c must be \[64, 64\] on cpu, got \[1, 64\]"),
     (gemm, lambda data: data[4].fill_(float("nan")), "4096 of 4096 elements of c are wrong"),
     (gemm, lambda data: "c", "c must be a tensor, got str"),
     (gemm, lambda data: 1 / 0, "the kernel raises ZeroDivisionError: division by zero"),
     (moe, renormalized, "elements of output are wrong"),
-    (moe, without_shared_expert, "elements of output are wrong"),
+    (moe, lambda data: moe.CONTEST.reference(data)[0] - shared_expert(data), "elements of output are wrong"),
     (mla, rotates_its_cache, "elements of the cache are wrong"),
     (mla, does_not_rotate, "elements of the layer's output are wrong"),
     (mla, does_not_append, "17.. of 165888 elements of the cache are wrong"),

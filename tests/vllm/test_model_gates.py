@@ -376,10 +376,6 @@ def test_its_launch_is_timed_beside_vllms_router(in_python):
     assert choice.plugin_by_tokens[:4] == bytes([0, 1, 1, 0]) and in_python
 
 
-class OtherRouter(GroupedTopKRouter):
-    pass
-
-
 @pytest.mark.parametrize(
     "router",
     {
@@ -387,7 +383,7 @@ class OtherRouter(GroupedTopKRouter):
         "a table": lambda: with_bias(torch.rand(EXPERTS), hash_indices_table=torch.zeros(2)),
         "other scores": lambda: with_bias(torch.rand(EXPERTS), scoring_func="sqrtsoftplus"),
         "sigmoid without a bias": lambda: plain(None, scoring_func="sigmoid"),
-        "another class": lambda: OtherRouter(TOPK, EXPERTS, 4, 2),
+        "another class": lambda: type("OtherRouter", (GroupedTopKRouter,), {})(TOPK, EXPERTS, 4, 2),
         "none": object,
     }.items(),
     ids=lambda given: given[0],
