@@ -123,9 +123,10 @@ class Engines:
         if flavour[1] in STORED:
             engine["quantization"] = "fp8_per_channel"
         made = {"max_tokens": STEPS, "logprobs": None if compiled else 1, "engine": engine, **options}
-        made.setdefault("prompts", None)
-        made["prompts"] = made["prompts"] or prompts(flavour)
-        made["model"] = made.get("model") or str(self.checkpoint(flavour))
+        if "prompts" not in made:
+            made["prompts"] = prompts(flavour)
+        if "model" not in made:
+            made["model"] = str(self.checkpoint(flavour))
         return made
 
     def run(
