@@ -8,7 +8,6 @@ OF_ATTENTION = re.compile(r"((\S+)\b.*?)( to e4m3(?: by \d+)?)? page (\d+)(?: (\
 
 
 def key(text: str) -> Key:
-    """Return the key with this text."""
     op, _, rest = text.partition(" ")
     shape, _, last = rest.rpartition(" ")
     words, decode = last.split("-"), None

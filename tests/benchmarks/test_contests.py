@@ -126,25 +126,15 @@ def test_data_of_mla_have_a_cache_that_a_call_appends_to():
 # Wrong ones, which a judge must find
 
 
-def absolute_scales(data):
-    a, b, scale_a, scale_b, c = data
-    return gemm.CONTEST.reference((a, b, scale_a.abs(), scale_b, c))
-
-
-def as_if_row_major(data):
-    a, *rest = data
-    return gemm.CONTEST.reference((a.t().contiguous().view(a.shape), *rest))
+def shared_expert(data):
+    return moe._expert(data[0], data[1], "shared_experts")
 
 
 def renormalized(data):
     x, weights, config = data
     scores, _ = moe._route(x, weights, config)
-    shared = moe._expert(x, weights, "shared_experts")
+    shared = shared_expert(data)
     return (moe.CONTEST.reference(data)[0] - shared) / scores.sum(-1).view(*x.shape[:2], 1) + shared
-
-
-def without_shared_expert(data):
-    return moe.CONTEST.reference(data)[0] - moe._expert(data[0], data[1], "shared_experts")
 
 
 def rotates_its_cache(data):
@@ -166,15 +156,20 @@ def does_not_append(data):
     return output, cache
 
 
+def reference_of_a(change):
+    """Return a function for the contest's reference of changed data."""
+    return lambda data: gemm.CONTEST.reference(change(*data))
+
+
 WRONG = [
-    (gemm, absolute_scales, "elements of c are wrong"),
-    (gemm, as_if_row_major, "elements of c are wrong"),
+    (gemm, reference_of_a(lambda a, b, scale_a, *rest: (a, b, scale_a.abs(), *rest)), "elements of c are wrong"),
+    (gemm, reference_of_a(lambda a, *rest: (a.t().contiguous().view(a.shape), *rest)), "elements of c are wrong"),
     (gemm, lambda data: data[4][:1], r"c must be \[64, 64\] on cpu, got \[1, 64\]"),
     (gemm, lambda data: data[4].fill_(float("nan")), "4096 of 4096 elements of c are wrong"),
     (gemm, lambda data: "c", "c must be a tensor, got str"),
     (gemm, lambda data: 1 / 0, "the kernel raises ZeroDivisionError: division by zero"),
     (moe, renormalized, "elements of output are wrong"),
-    (moe, without_shared_expert, "elements of output are wrong"),
+    (moe, lambda data: moe.CONTEST.reference(data)[0] - shared_expert(data), "elements of output are wrong"),
     (mla, rotates_its_cache, "elements of the cache are wrong"),
     (mla, does_not_rotate, "elements of the layer's output are wrong"),
     (mla, does_not_append, "17.. of 165888 elements of the cache are wrong"),
@@ -216,7 +211,6 @@ class Scripted:
 
 @pytest.fixture
 def small():
-    """Return the contest of gemm, with its reduced problems as benchmarks."""
     return dataclasses.replace(gemm.CONTEST, tests=gemm.CONTEST.reduced[:1], benchmarks=gemm.CONTEST.reduced[:2])
 
 
@@ -255,15 +249,19 @@ def test_a_ranked_run_checks_each_call_on_new_data(small):
     assert "elements of c are wrong" in wrong and times == () and len(set(seen)) == 3
 
 
-def test_stages_are_timed_and_named(small, monkeypatch):
-    monkeypatch.setattr(
-        gemm.ops, "block_scaled_mm", lambda a, b, sa, sb, dtype: small.reference((a, b, sa, sb, a.bfloat16()))[0]
-    )
+@pytest.fixture
+def by_reference(small, monkeypatch):
+    """Compute the plugin's product by the contest's reference."""
+    product = lambda a, b, sa, sb, dtype: small.reference((a, b, sa, sb, a.bfloat16()))[0]
+    monkeypatch.setattr(gemm.ops, "block_scaled_mm", product)
+
+
+@pytest.mark.usefixtures("by_reference")
+def test_stages_are_timed_and_named(small):
     found = judge.Judge(small, small.ours, Scripted(1e-3, 2e-3, 3e-3, 5e-3, 1e-3, 4e-3)).stages(small.benchmarks[0])
     assert list(found) == ["transpose a", "transpose b", "product"]
-    assert list(found.values()) == pytest.approx(
-        [1e-3, 1e-3, 3e-3]
-    )  # the best of five calls, of which the last four end in 4 ms
+    # the best of five calls, of which the last four end in 4 ms
+    assert list(found.values()) == pytest.approx([1e-3, 1e-3, 3e-3])
 
 
 @pytest.fixture
@@ -302,10 +300,8 @@ def test_the_command_checks_then_times_then_scores(scripted, tmp_path, capsys):
     assert "FAILED" in out and "wrong results: no timing" in out and "case" not in out
 
 
-def test_one_stage_is_printed_alone(scripted, small, monkeypatch, capsys):
-    monkeypatch.setattr(
-        gemm.ops, "block_scaled_mm", lambda a, b, sa, sb, dtype: small.reference((a, b, sa, sb, a.bfloat16()))[0]
-    )
+@pytest.mark.usefixtures("scripted", "by_reference")
+def test_one_stage_is_printed_alone(capsys):
     for stage in range(4):
         assert command.main(["gemm", "-c", "0", "-t", str(stage)]) == 0
         assert capsys.readouterr().out == "1000.000000\n"

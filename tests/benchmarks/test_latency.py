@@ -229,7 +229,6 @@ def test_a_profile_sums_kernels_and_what_is_idle():
 
 
 def test_waiting_time_is_relative_to_the_last_rank():
-    """The last rank to arrive waits for none."""
     of_ranks = [9.0, 3.0, 4.0, 4.0], [3.0, 5.0, 4.0, 4.0]
     ranks = [{"steps": 2, "kernels": {}, "all_reduce_us": times} for times in of_ranks]
     assert decode_profile.compare(ranks) == [
@@ -336,7 +335,6 @@ def test_plot_is_a_png(tmp_path, without):
 
 
 def test_failed_runs_print_neither_hardware_nor_plot(tmp_path, monkeypatch, capsys):
-    """If all runs fail, it prints neither hardware nor a plot."""
     failed = {"results": [], "runs": report(None, [2.0], {})["runs"][:1], "hardware": None, "versions": {}}
     monkeypatch.setattr(latency, "benchmark", lambda arguments: failed)
     latency.main(["--output-json", "x.json", "--plot", str(tmp_path / "plot.png")])
@@ -486,39 +484,33 @@ def test_data_parallel_ranks_run_the_same_job(tmp_path, monkeypatch, side):
     assert lines == [f"rank {i} {i} 3 1 {port}" for i in range(3)]
 
 
-def test_a_rank_has_its_share_of_a_model():
-    assert latency.overrides(latency.find_model("llama-3.1-405b-fp8"), 4, 8) == {
-        "num_hidden_layers": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 1,
-        "head_dim": 128,
-        "intermediate_size": 6656,
-        "vocab_size": 16032,
-    }
-    assert latency.overrides(latency.find_model("deepseek-v3"), None, 8) == {
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "intermediate_size": 2304,
-        "moe_intermediate_size": 256,
-        "vocab_size": 16160,
-    }
-    assert latency.overrides(latency.find_model("qwen3-30b-a3b-fp8"), None, 2) == {
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "moe_intermediate_size": 384,
-        "vocab_size": 75968,
-    }
-    assert latency.overrides(latency.find_model("glm-4.5-air-fp8"), None, 4) == {
-        "num_attention_heads": 24,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "intermediate_size": 2736,
-        "moe_intermediate_size": 352,
-        "vocab_size": 37888,
-    }
-    assert latency.overrides(latency.find_model("deepseek-v3"), None, 1) == {}
+SIZES = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "vocab_size",
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "sizes"),
+    [
+        ("llama-3.1-405b-fp8", 8, (16, 1, 128, 6656, None, 16032)),
+        ("deepseek-v3", 8, (16, 16, None, 2304, 256, 16160)),
+        ("qwen3-30b-a3b-fp8", 2, (16, 2, 128, 3072, 384, 75968)),
+        ("glm-4.5-air-fp8", 4, (24, 2, 128, 2736, 352, 37888)),
+    ],
+)
+def test_a_rank_has_its_share_of_a_model(model, ranks, sizes):
+    wanted = {name: size for name, size in zip(SIZES, sizes) if size}
+    assert latency.overrides(latency.find_model(model), None, ranks) == wanted
+    assert latency.overrides(latency.find_model(model), 4, ranks) == {"num_hidden_layers": 4} | wanted
+    assert latency.overrides(latency.find_model(model), None, 1) == {}
+
+
+def test_heads_that_ranks_cannot_share_equally():
     assert latency.overrides(latency.find_model("tiny-llama"), None, 8)["num_key_value_heads"] == 1
     with pytest.raises(SystemExit, match="--rank-of must divide num_attention_heads=8 of tiny-llama, got 3"):
         latency.overrides(latency.find_model("tiny-llama"), None, 3)
@@ -668,40 +660,21 @@ NEEDS_AVX512 = pytest.mark.skipif(
 )
 
 
+HEADS = {"num_key_value_heads": 2, "head_dim": 64}
+
+
+@full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layers", "overrides", "op"),
     [
-        pytest.param(
-            *("llama-3.1-405b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}, "silu_and_mul_quant"), marks=full
-        ),
-        pytest.param(
-            *("llama-3.1-405b-fp8-kv", 2, {"num_key_value_heads": 2, "head_dim": 64}, "silu_and_mul_quant"),
-            marks=[full, NEEDS_AVX512],
-        ),
-        pytest.param(
-            *("deepseek-v3", 4, {"num_key_value_heads": 8, "moe_intermediate_size": 128}),
-            "silu_and_mul_per_block_quant",
-            marks=full,
-        ),
-        pytest.param(*("qwen3-8b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64}, "block_scaled_mm"), marks=full),
-        pytest.param(
-            *("qwen3-30b-a3b-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 16}, "fused_experts"),
-            marks=full,
-        ),
-        pytest.param(
-            *("glm-4.5-air-fp8", 2, {"num_key_value_heads": 2, "head_dim": 64, "n_routed_experts": 16}, "grouped_topk"),
-            marks=full,
-        ),
-        pytest.param(
-            *(
-                "gpt-oss-120b",
-                2,
-                {"num_key_value_heads": 2, "num_local_experts": 16, "eos_token_id": 2},
-                "fused_experts",
-            ),
-            marks=full,
-        ),
+        ("llama-3.1-405b-fp8", 2, HEADS, "silu_and_mul_quant"),
+        pytest.param("llama-3.1-405b-fp8-kv", 2, HEADS, "silu_and_mul_quant", marks=NEEDS_AVX512),
+        ("deepseek-v3", 4, {"num_key_value_heads": 8, "moe_intermediate_size": 128}, "silu_and_mul_per_block_quant"),
+        ("qwen3-8b-fp8", 2, HEADS, "block_scaled_mm"),
+        ("qwen3-30b-a3b-fp8", 2, HEADS | {"num_experts": 16}, "fused_experts"),
+        ("glm-4.5-air-fp8", 2, HEADS | {"n_routed_experts": 16}, "grouped_topk"),
+        ("gpt-oss-120b", 2, {"num_key_value_heads": 2, "num_local_experts": 16, "eos_token_id": 2}, "fused_experts"),
     ],
 )
 def test_real_configurations_run(tmp_path, model, layers, overrides, op):

@@ -71,6 +71,10 @@ def files(build) -> set[str]:
     return {str(path.relative_to(build.CODE)) for path in build.CODE.rglob("*") if path.is_file()}
 
 
+def stamp_of(path: Path) -> dict:
+    return json.loads(path.with_suffix(".json").read_text())
+
+
 def times(paths) -> list[int]:
     return [path.stat().st_mtime_ns for path in paths]
 
@@ -108,7 +112,7 @@ STORES |= {"scale": [56, "i32"], "pair.first": [64, "i64"], "pair.second": [72, 
 def described(build, arch: str, debug: bool = False) -> dict:
     """Return the arguments of the kernels of the tree's op."""
     (path,) = build.build(archs=[arch], debug=debug)
-    return json.loads(path.with_suffix(".json").read_text())["kernels"]
+    return stamp_of(path)["kernels"]
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -134,7 +138,7 @@ def test_swapped_fields_are_filled_by_name(build):
         (build.CSRC / "ops/add.hip").write_text(ARGUMENTS.replace("FIELDS", fields))
         (path,) = build.build(archs=["gfx942"])
         out = torch.zeros(1)
-        names = json.loads(path.with_suffix(".json").read_text())["kernels"]["store"]["arguments"]
+        names = stamp_of(path)["kernels"]["store"]["arguments"]
         args = {name: 0.0 if kind == "f64" else 0 for name, (_, kind) in names.items()}
         args |= {"problem.out": out, "problem.rows": 3, "problem.columns": 7, "scale": 2, "pair.first": 1}
         Emulator("gfx942").run(path, launch.Launch("", "store", (1, 1, 1), (1, 1, 1), args), (out,))
@@ -210,10 +214,10 @@ def test_builds_every_file_for_every_arch_with_a_stamp(build):
         for arch, code in (("gfx942", ".co"), ("gfx950", ".co"), ("sm_90", ".ptx"))
         for suffix in (code, ".json")
     }
-    stamp = json.loads(paths[0].with_suffix(".json").read_text())
+    stamp = stamp_of(paths[0])
     assert set(stamp) == {"sources", "flags", "arch", "compiler", "debug", "sha256", "kernels"}
     for path in paths:
-        kernels = json.loads(path.with_suffix(".json").read_text())["kernels"]
+        kernels = stamp_of(path)["kernels"]
         assert kernels == {"add": {"bytes": 8, "arguments": {"p": [0, "pointer"]}}}
     assert (stamp["arch"], stamp["debug"]) == ("gfx942", False)
     assert stamp["compiler"].startswith("ziglang ") and "clang version" in stamp["compiler"]
@@ -260,7 +264,7 @@ def test_code_of_a_release_is_told_from_code_built_here(build, monkeypatch):
     assert launch.origin("gfx942") == "none"
     (build.CSRC / "ops/good.hip").write_text(KERNEL)
     add, good = build.build(archs=["gfx942"])
-    compiler = json.loads(add.with_suffix(".json").read_text())["compiler"]
+    compiler = stamp_of(add)["compiler"]
     assert launch.origin("gfx942") == f"built here by {compiler}"
     hashes = {path.stem: build.hash_of(path)["sha256"] for path in (add, good)}
     (build.CODE / build.RELEASE).write_text(json.dumps({"version": "0.1.0", "objects": {"gfx942": hashes}}))
@@ -278,7 +282,7 @@ def test_environment_chooses_debug_and_archs(build, monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_OPS_DEBUG", "1")
     monkeypatch.setenv("VLLM_ROCM_OPS_ARCHS", "sm_90")
     (path,) = build.build()
-    assert json.loads(path.with_suffix(".json").read_text())["debug"] is True
+    assert stamp_of(path)["debug"] is True
     assert files(build) == {"sm_90/add.ptx", "sm_90/add.json"}
     monkeypatch.setenv("VLLM_ROCM_OPS_ARCHS", "gfx90a")
     with pytest.raises(build.BuildError, match="arch must be one of gfx942, gfx950, sm_90, got gfx90a"):
@@ -289,7 +293,7 @@ def test_objects_built_elsewhere_are_used_as_they_are(build, tmp_path, monkeypat
     paths = build.build()
     for path in paths:
         path.write_bytes(b"made elsewhere")
-        stamp = json.loads(path.with_suffix(".json").read_text()) | build.hash_of(path)
+        stamp = stamp_of(path) | build.hash_of(path)
         path.with_suffix(".json").write_text(json.dumps(stamp | {"compiler": "another: clang version 23.0.0"}))
     monkeypatch.setattr(build, "compilers", lambda arch: pytest.fail(f"compiled for {arch}"))
     copies = build.build(output=tmp_path / "wheel")
@@ -302,9 +306,7 @@ def test_a_compiler_asked_for_by_name_compiles_again(build, tmp_path, monkeypatc
     clang = wrapper(tmp_path / "my-clang", "clang version 99", build)
     monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(clang))
     paths = build.build()
-    assert {json.loads(path.with_suffix(".json").read_text())["compiler"] for path in paths} == {
-        "my-clang: clang version 99"
-    }
+    assert {stamp_of(path)["compiler"] for path in paths} == {"my-clang: clang version 99"}
     before = times(paths)
     assert times(build.build()) == before
 
@@ -386,10 +388,10 @@ def test_rocms_clang_builds_only_by_name(build, tmp_path, monkeypatch):
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
     monkeypatch.setenv("PATH", str(rocm.parent))
     (path,) = build.build(archs=["gfx942"])
-    assert json.loads(path.with_suffix(".json").read_text())["compiler"].startswith("ziglang ")
+    assert stamp_of(path)["compiler"].startswith("ziglang ")
     monkeypatch.setenv("VLLM_ROCM_OPS_CLANG", str(rocm))
     build.build(archs=["gfx942"])
-    assert json.loads(path.with_suffix(".json").read_text())["compiler"] == "clang: clang version 22.0.0git"
+    assert stamp_of(path)["compiler"] == "clang: clang version 22.0.0git"
 
 
 def test_a_file_that_one_compiler_refuses_goes_to_the_next(build, tmp_path, monkeypatch, capfd):
@@ -402,7 +404,7 @@ def test_a_file_that_one_compiler_refuses_goes_to_the_next(build, tmp_path, monk
     monkeypatch.setattr(build, "candidates", lambda: iter(paths))
     (build.CSRC / "ops/good.hip").write_text(KERNEL)
     add, good = build.build(archs=["gfx942"])
-    stamps = [json.loads(path.with_suffix(".json").read_text())["compiler"] for path in (add, good)]
+    stamps = [stamp_of(path)["compiler"] for path in (add, good)]
     assert stamps == ["second: second", "first: first"]
     said = capfd.readouterr().err
     assert "ops/add.hip does not compile for gfx942" in said and "first is broken" in said
@@ -458,7 +460,6 @@ def test_the_package_knows_the_same_archs():
 
 
 def test_checkout_builds():
-    """All ops of this checkout build for all archs."""
     module = load_build(ROOT / "csrc")
     paths = module.build()
     assert len(paths) == len(module.sources()) * len(module.wanted_archs()) > 0

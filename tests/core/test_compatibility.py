@@ -12,7 +12,6 @@ from vllm_rocm_ops.vllm import seam
 
 
 def table_below(title: str) -> list[list[str]]:
-    """Return the rows of the tables below a title of the page."""
     text = compatibility.PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
 

@@ -53,7 +53,6 @@ def name(path: pathlib.Path) -> str:
 
 
 def without_comments(text: str) -> str:
-    """Return C++ without its comments."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
@@ -252,12 +251,13 @@ def test_every_kernel_belongs_to_a_plan_and_every_plan_has_its_kernel(arch):
 
 
 def test_every_launch_fits_its_arch():
+    """It has whole waves, at most 1024 threads, and a grid within limits."""
     for op in op_module.registered():
         for arch in archs.ARCHS.values():
             for planned in launches_of(op, arch.name):
                 assert 0 < planned.block[0] * planned.block[1] * planned.block[2] <= 1024
-                assert planned.lds <= arch.lds_bytes
-                assert all(0 < size < 2**31 for size in planned.grid)
+                assert planned.block[0] % arch.wave_lanes == 0 and planned.lds <= arch.lds_bytes
+                assert all(0 < size < limit for size, limit in zip(planned.grid, (2**31, 2**16, 2**16)))
 
 
 # Environment variables
@@ -294,7 +294,7 @@ def test_environment_is_read_in_one_place():
 def test_importing_the_package_starts_nothing():
     code = """
 import sys, vllm_rocm_ops, vllm_rocm_ops.vllm, torch
-apart = ("vllm", "triton", "tinygrad", "vllm_rocm_ops._C", "vllm_rocm_ops.emulator")
+apart = ("vllm", "triton", "tinygrad", *(f"vllm_rocm_ops.{name}" for name in ("_C", "emulator", "tools")))
 loaded = [name for name in sys.modules if f"{name}.".startswith(tuple(f"{part}." for part in apart))]
 assert not loaded, loaded
 assert not torch.cuda.is_initialized()
@@ -448,7 +448,6 @@ def belongs(module: str, *folders: str) -> bool:
 
 
 def test_a_worker_imports_no_command():
-    """vLLM's workers import the plugin, its seams and their imports, also within functions."""
     graph = import_graph(ROOT / "vllm_rocm_ops")
     meta = {module for module in graph if belongs(module, "vllm") and module.split(".")[2:3] == [META]}
     worker = reached(graph, {module for module in graph if belongs(module, "vllm")} - meta)

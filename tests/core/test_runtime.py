@@ -60,17 +60,7 @@ def fresh_runtime(folder: Path):
 
 def compile_fake(source: str, library: Path, *flags: str) -> Path:
     """Compile a source of this folder to a shared library."""
-    command = [
-        *host_compiler("cc"),
-        "-shared",
-        "-fPIC",
-        "-O2",
-        *flags,
-        str(HERE / source),
-        "-o",
-        str(library),
-    ]
-    subprocess.run(command, check=True)
+    subprocess.run([*host_compiler("cc"), "-shared", "-fPIC", "-O2", *flags, HERE / source, "-o", library], check=True)
     return library
 
 
@@ -490,18 +480,12 @@ def vendor_include(vendor: str, header: str) -> Path:
 @pytest.mark.parametrize(("vendor", "header"), [("amd", "hip/hip_runtime_api.h"), ("nvidia", "cuda.h")])
 def test_declarations_are_the_vendors(vendor, header, tmp_path):
     """check_api.cpp compares every entry point and constant with the real header."""
-    command = [*host_compiler("c++"), "-std=c++20", "-w", "-I", str(ROOT / "csrc/runtime")]
-    command += [
-        "-I",
-        str(vendor_include(vendor, header)),
-        str(HERE / "check_api.cpp"),
-        "-o",
-        str(tmp_path / "check"),
-    ]
+    command = [*host_compiler("c++"), "-std=c++20", "-w", "-I", ROOT / "csrc/runtime"]
+    command += ["-I", vendor_include(vendor, header), HERE / "check_api.cpp", "-o", tmp_path / "check"]
     command += ["-DCHECK_HIP"] if vendor == "amd" else []
     compiled = subprocess.run(command, check=False, capture_output=True, text=True)
     assert compiled.returncode == 0, compiled.stderr
-    assert subprocess.run([str(tmp_path / "check")], check=False).returncode == 0, "a constant differs"
+    assert subprocess.run([tmp_path / "check"], check=False).returncode == 0, "a constant differs"
 
 
 @pytest.mark.skipif(Path("/dev/kfd").exists(), reason="this machine may have a device")
@@ -583,7 +567,6 @@ def test_gpu_launch_from_a_thread_that_has_not_used_the_gpu(gpu):
 
 @needs_gpu
 def test_gpu_graph_captures_first_load_and_launch(gpu, tmp_path):
-    """A module may be loaded for the first time inside a capture, and a graph accepts the launch."""
     x = torch.ones(300, device="cuda")
     gpu.path = Path(shutil.copy(gpu.path, tmp_path))
     graph = torch.cuda.CUDAGraph()

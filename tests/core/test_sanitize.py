@@ -204,7 +204,6 @@ def test_a_tool_that_takes_too_long(fake, tmp_path, capsys):
 
 
 def test_every_kernel_has_a_case_of_few_elements():
-    """This holds for ops of all kinds."""
     arch, found = archs.ARCHS["sm_90"], {}
     some = [op for op in op_module.registered() if op.name in ("rms_norm", "unquantized_gemm", "topk_softmax")]
     with pytest.MonkeyPatch.context() as patch:

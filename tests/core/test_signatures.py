@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from argument_mutations import cases, donors, few_cases, laid, moved, on_cpu, roomy, strided, unit_strides, variants
+from recorder import Recorder
 
 from vllm_rocm_ops import ops
-from vllm_rocm_ops.core import archs, launch, op
+from vllm_rocm_ops.core import launch, op
 from vllm_rocm_ops.core.correctness import generator_of, run_and_check
 from vllm_rocm_ops.core.stats import FALLBACK, fallbacks, reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
@@ -23,16 +24,6 @@ OPS = list(op.registered())
 each_op = pytest.mark.parametrize("the_op", OPS, ids=lambda o: o.name)
 REFUSED = FALLBACK + "the arguments break the op's contract"
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-class Recorder:
-    """An executor that keeps its launches and runs nothing."""
-
-    def __init__(self, name: str):
-        self.arch, self.launches = archs.ARCHS[name], []
-
-    def launch(self, launch, uninitialized):
-        self.launches.append(launch)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +51,7 @@ def runs(the_op, recorder: Recorder, arguments: tuple) -> list:
     recorder.launches.clear()
     reset_stats()
     the_op.run_kernels(*arguments)
-    return [list(stats()[the_op.name]), *(one.with_each(said) for one in recorder.launches)]
+    return [list(stats()[the_op.name]), *(one.with_each(said) for one, _ in recorder.launches)]
 
 
 def alone(the_op, recorder: Recorder, arguments: tuple) -> list:

@@ -107,7 +107,6 @@ def test_the_smallest_case_is_one_that_kernels_take():
 
 
 def test_each_stage_finds_its_fault(gpu, monkeypatch, tmp_path):
-    """Each stage finds its own fault."""
     wrong_graph = type("Wrong", (Graph,), {"replay": lambda self: None})
     monkeypatch.setattr(smoke.clock, "capture", wrong_graph)
     assert "differ" in run("replay")[1]["wrong"]

@@ -35,6 +35,14 @@ def wheels(monkeypatch):
     return importlib.import_module("wheels")
 
 
+@pytest.fixture
+def configure(monkeypatch):
+    """Return a function for the distribution that setup.py and pyproject.toml describe."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return lambda: run_setup("setup.py", stop_after="config")
+
+
 def write_wheel(folder: Path, name: str = f"vllm_rocm_ops-1.0-{TAG}.whl", **changes: bytes | None) -> Path:
     """Write a wheel that has only the checked files.
 
@@ -102,16 +110,14 @@ def test_a_copy_of_the_source_has_all_modules(wheels, tmp_path):
     ],
 )
 def test_zig_builds_where_a_glibc_or_no_other_compiler_is_named(
-    monkeypatch, platform, machine_has, asked_for, compiler
+    configure, monkeypatch, platform, machine_has, asked_for, compiler
 ):
     for name in ("CC", "CXX", "LDSHARED", "LDCXXSHARED"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     if asked_for:
         monkeypatch.setenv("CXX", asked_for)
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    distribution = run_setup("setup.py", stop_after="config")
+    distribution = configure()
     distribution.get_command_obj("bdist_wheel").plat_name = platform
     build_extension = distribution.get_command_obj("build_ext")
     monkeypatch.setattr(type(build_extension).__mro__[1], "run", lambda self: None)
@@ -123,11 +129,9 @@ def test_zig_builds_where_a_glibc_or_no_other_compiler_is_named(
 
 
 @pytest.mark.parametrize("here", ["a release's sources", "a checkout", "in place"])
-def test_only_a_wheel_of_the_release_carries_its_hashes(monkeypatch, tmp_path, wheels, here):
+def test_only_a_wheel_of_the_release_carries_its_hashes(configure, monkeypatch, tmp_path, wheels, here):
     """csrc/wheels.py writes them into its copy of the sources; an install from a checkout or in place has none."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    command = run_setup("setup.py", stop_after="config").get_command_obj("build_py")
+    command = configure().get_command_obj("build_py")
     command.ensure_finalized()
     command.build_lib, command.editable_mode = str(tmp_path / "lib"), here == "in place"
     build = wheels.build
@@ -177,27 +181,20 @@ def test_a_python_that_is_not_there_is_named(wheels, tmp_path, capfd):
     assert absent in capfd.readouterr().err and not (tmp_path / "dist").exists()
 
 
-def configured(monkeypatch):
-    """Return the distribution that setup.py and pyproject.toml describe."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return run_setup("setup.py", stop_after="config").metadata
-
-
-def test_the_package_names_the_repository_that_builds_it_and_no_other(monkeypatch):
+def test_the_package_names_the_repository_that_builds_it_and_no_other(configure, monkeypatch):
     monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
-    assert not configured(monkeypatch).project_urls
+    assert not configure().metadata.project_urls
     monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.example")
     monkeypatch.setenv("GITHUB_REPOSITORY", "who/what")
-    urls = configured(monkeypatch).project_urls
+    urls = configure().metadata.project_urls
     assert urls["Source"] == "https://github.example/who/what"
     for url in urls.values():
         file = url.removeprefix(urls["Source"])
         assert file in ("", "/issues") or (ROOT / file.removeprefix("/blob/HEAD/")).is_file()
 
 
-def test_the_package_says_which_pythons_it_has_wheels_for(wheels, monkeypatch):
-    named = re.findall(r"Python :: (3\.\d+)", "\n".join(configured(monkeypatch).classifiers))
+def test_the_package_says_which_pythons_it_has_wheels_for(wheels, configure):
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(configure().metadata.classifiers))
     assert tuple(named) == wheels.PYTHONS
 
 

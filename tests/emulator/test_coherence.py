@@ -108,7 +108,6 @@ def test_right_ways(run, seed):
 @pytest.mark.parametrize("seed", [None, 0, 1])
 @pytest.mark.parametrize("kernel", WRONG, ids=lambda kernel: kernel.name)
 def test_stale_reads_name_kernel_load_and_store(run, kernel, seed):
-    """The message names the kernel, the load and the store."""
     with pytest.raises(errors.StaleRead, match=WRONG[kernel]) as caught:
         run(kernel.name, seed)
     assert str(caught.value).startswith(f"{kernel.name}+0x")

@@ -141,7 +141,6 @@ MAX_SEEDS = 32
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_protocol_bugs_are_found_within_a_few_schedules(built, bug):
-    """Each bug is found within a few schedules."""
     arch_name, path = built
     assert any(finds(path, arch_name, 4, bug, seed) for seed in range(MAX_SEEDS))
 
@@ -254,7 +253,6 @@ def test_cached_memory_is_not_coherent(run):
 
 
 def test_a_deadlock_names_the_missing_rank(built):
-    """A deadlock names the waiting rank, and the rank whose word is missing."""
     arch_name, path = built
     group = Group(path, arch_name, 2, (ONE,), 0)
     del group.devices._queues[1, 0]

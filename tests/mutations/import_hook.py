@@ -13,7 +13,6 @@ STUDY = ROOT / "serving_benchmarks" / "timing_study"
 
 
 def module_of(file: str) -> str:
-    """Return the module of a file."""
     path = path_of(file)
     root = STUDY if path.is_relative_to(STUDY) else PACKAGE
     return ".".join(path.relative_to(root.parent).with_suffix("").parts)

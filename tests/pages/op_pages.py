@@ -46,12 +46,10 @@ def by_file() -> dict[str, list[Op]]:
 
 
 def file_of(op: Op) -> pathlib.Path:
-    """Return the file that defines an op."""
     return pathlib.Path(inspect.getmodule(op.reference).__file__)
 
 
 def known_op(name: str) -> Op:
-    """Return an op by name."""
     return next(op for op in op_module.registered() if op.name == name)
 
 
@@ -199,7 +197,6 @@ def documentation(op: Op, said: dict[str, str]) -> str:
 
 
 def page(file: str, ops: list[Op], results: list[dict]) -> str:
-    """Return the page of an op file."""
     spec, said = file_of(ops[0]).relative_to(DOCS.parent).as_posix(), {}
     where = f"Source: [{file}.py](../{spec}). {'No seam calls it. ' * ops[0].is_standalone}[How to read this page](README.md#op-pages)."
     parts = (
@@ -276,6 +273,5 @@ def index(standalone: bool) -> str:
 
 
 def pages() -> dict[pathlib.Path, str]:
-    """Return a page for each op file, by path."""
     results = timed_results()
     return {DOCS / f"{file}.md": page(file, ops, results) for file, ops in by_file().items()}

@@ -54,7 +54,6 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Return the rows of the data."""
     with DATA.open(newline="") as file:
         return [Row(**row) for row in csv.DictReader(file)]
 
@@ -68,7 +67,6 @@ def link(path: str) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return the cells of a row."""
     counterpart = ", ".join(f"[{name}]({link_of(name)})" for name in row.ops)
     if row.command:
         program = "python serving_benchmarks/" if row.command[0] == "contests" else "vllm-rocm-ops "
@@ -83,7 +81,6 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def page() -> str:
-    """Return the page."""
     features = rows()
     parts = [
         WRITTEN,

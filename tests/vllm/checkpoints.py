@@ -316,7 +316,6 @@ def with_drafts_of_qwen(weights: dict, layer: int) -> dict[str, torch.Tensor]:
 
 
 def has_experts(config: dict, layer: int) -> bool:
-    """True if a layer has experts."""
     dense = config.get("mlp_only_layers", range(config.get("first_k_dense_replace", 0)))
     return "num_experts_per_tok" in config and layer not in dense
 

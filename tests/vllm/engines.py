@@ -122,14 +122,12 @@ class Engines:
             engine["allow_deprecated_quantization"] = True
         if flavour[1] in STORED:
             engine["quantization"] = "fp8_per_channel"
-        return {
-            "model": str(self.checkpoint(flavour)),
-            "prompts": prompts(flavour),
-            "max_tokens": STEPS,
-            "logprobs": None if compiled else 1,
-            "engine": engine,
-            **options,
-        }
+        made = {"max_tokens": STEPS, "logprobs": None if compiled else 1, "engine": engine, **options}
+        if "prompts" not in made:
+            made["prompts"] = prompts(flavour)
+        if "model" not in made:
+            made["model"] = str(self.checkpoint(flavour))
+        return made
 
     def run(
         self,
@@ -169,3 +167,8 @@ class Engines:
         failed = [answer["error"] for answer in result.values() if "error" in answer]
         assert not failed, failed[0] + output[-4000:]
         return {**result, "output": output}
+
+    def run_one(self, job: dict, **how) -> dict:
+        """Run one job, and return its answer with the output."""
+        answers = self.run({"it": job}, **how)
+        return answers["it"] | {"output": answers["output"]}

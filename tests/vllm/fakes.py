@@ -4,6 +4,7 @@ import contextlib
 import types
 
 import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
@@ -62,6 +63,29 @@ class Counting(Emulator):
     @property
     def symbols(self) -> list[str]:
         return [planned.symbol for planned in self.launches]
+
+
+def graph_of(function, *arguments) -> torch.fx.Graph:
+    """Compile and call a function, and return its only graph, as vLLM's backend gets it."""
+    torch._dynamo.reset()
+    torch.compile(function, backend=(kept := EagerAndRecordGraphs()), fullgraph=True)(*arguments)
+    [module] = kept.graphs
+    return module.graph
+
+
+def traced(module: torch.nn.Module, *arguments: torch.Tensor) -> torch.fx.GraphModule:
+    """Return the graph that vLLM's backend gets, without running it."""
+    graphs = []
+    torch._dynamo.reset()
+    keep = lambda graph, inputs: (graphs.append(graph), lambda *_: ())[1]
+    with contextlib.suppress(IndexError), torch.no_grad():  # the result is empty
+        torch.compile(module, backend=keep, fullgraph=True)(*arguments)
+    return graphs[0]
+
+
+def called_in(graph: torch.fx.Graph) -> set[str]:
+    """Return the names of the functions that a graph calls."""
+    return {str(node.target) for node in graph.nodes if node.op == "call_function"}
 
 
 class FakeClock:

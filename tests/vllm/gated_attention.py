@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import fakes
 import torch
 from fakes import Fake, set_config
 from transformers import Qwen3NextConfig
@@ -107,20 +108,14 @@ class Block(torch.nn.Module):
 
 def traced(block: Block, positions: torch.Tensor) -> torch.fx.GraphModule:
     """Return the graph that vLLM's backend gets."""
-    graphs = []
-    torch._dynamo.reset()
     hidden = torch.zeros(positions.shape[-1], HIDDEN).bfloat16()
     residual = hidden.clone()
     for x, dimension in ((positions, positions.dim() - 1), (hidden, 0), (residual, 0)):
         torch._dynamo.maybe_mark_dynamic(x, dimension)
-    keep = lambda graph, _: (graphs.append(graph), lambda *_: ())[1]
-    with contextlib.suppress(IndexError), torch.no_grad():  # the result is empty
-        torch.compile(block, backend=keep, fullgraph=True)(positions, hidden, residual)
-    return graphs[0]
+    return fakes.traced(block, positions, hidden, residual)
 
 
 def pieces(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
-    """Return the pieces that vLLM compiles."""
     from vllm.compilation.backends import split_graph
 
     at = [rope_and_cache.UPDATE, rope_and_cache.TORCH_OP, "vllm::unified_attention_with_output"]

@@ -3,9 +3,12 @@
 import importlib
 from collections.abc import Callable
 
+import pytest
 import torch
 from fakes import time_choices
+from vllm.model_executor import parameter
 from vllm.model_executor.kernels import linear
+from vllm.model_executor.layers import linear as linear_layers
 
 import vllm_rocm_ops
 from vllm_rocm_ops.vllm import seam
@@ -23,6 +26,14 @@ TABLES = {
 
 def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """Make linear layers and parameters without a process group."""
+    for module in (linear_layers, parameter):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
 
 
 def ask_for_aiter(monkeypatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from fakes import Fake, FakeClock
+from keys import key
 from marks import FULL
 
 from vllm_rocm_ops import collectives, ops
@@ -106,6 +107,21 @@ def measured(engines, flavour: tuple[str, str], folder: Path, before: str, **opt
         jobs[name] = engines.job(flavour, compiled=True, environment=environment, **options)
     answers = engines.run(jobs, before=before)
     return answers, {name: records(folder / name) for name in WHAT}
+
+
+def check_measured(what: str, answer: dict, record: kernel_selection.Record, calls: int, shapes: dict) -> None:
+    """Check that the launches of these shapes, by op, were timed beside vLLM's compiled graph, once for all token counts.
+
+    They served where they were faster. A wrong one is off.
+    """
+    for op, shape in shapes.items():
+        assert sum(answer["stats"].get(op, {}).values()) == (calls if what == "faster" else 0)
+        if what == "wrong":
+            assert shape in record.off[op]
+            continue
+        timed = record.shapes[key(f"{op} {shape} compiled")]
+        assert all(pair.plugin_us is not None and 0 < pair.error < 0.1 for pair in timed.values())
+        assert {*compiled_ops.TOKENS} <= {*timed}
 
 
 def records(folder: Path) -> list[kernel_selection.Record]:

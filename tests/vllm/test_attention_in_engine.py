@@ -84,8 +84,7 @@ def start(engines, folder, model: str, run: str, side: str) -> dict:
         job["engine"] = {"compilation_config": graphs, "attention_backend": MODELS[model].backend}
     job["engine"] |= options(model)[run]
     both = {"VLLM_ROCM_OPS_ON_NVIDIA": "1", "VLLM_ROCM_OPS_ON_CPU": "1"}
-    answers = engines.run({"it": job}, cache=f"cache-{model}-{side}", **both, **SIDES[side])
-    return {**answers["it"], "output": answers["output"]}
+    return engines.run_one(job, cache=f"cache-{model}-{side}", **both, **SIDES[side])
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import on_cpu
 import pytest
 import torch
 from engines import STEPS
-from fakes import Fake, set_config
+from fakes import Counting, Fake, set_config
 from marks import full
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm._aiter_ops import rocm_aiter_ops
@@ -335,7 +335,7 @@ def test_outputs_that_vllm_wants_quantized_are_served(layer, member, dtype):
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 def test_the_kernel_writes_to_vllms_output(layer, member):
     """There is one launch, and PyTorch runs views only."""
-    batch, called = Batch([20, 35], [1, 1], padding=1), []
+    batch, called, emulator = Batch([20, 35], [1, 1], padding=1), [], Counting("gfx942")
 
     class Calls(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -343,12 +343,7 @@ def test_the_kernel_writes_to_vllms_output(layer, member):
                 called.append(func.name())
             return func(*args, **kwargs or {})
 
-    class Counting(Emulator):
-        def launch(self, *arguments):
-            called.append("launch")
-            super().launch(*arguments)
-
-    with launch.executor(Counting("gfx942")):
+    with launch.executor(emulator):
         forward = attention.HeadsDecoder.serve
 
         def serve(*arguments):
@@ -358,7 +353,7 @@ def test_the_kernel_writes_to_vllms_output(layer, member):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention.HeadsDecoder, "serve", serve)
             assert layer(member, batch) == "plugin"
-    assert called == ["vllm_rocm_ops::paged_attention_decode", "launch"]
+    assert called == ["vllm_rocm_ops::paged_attention_decode"] and len(emulator.launches) == 1
     assert_right(batch)
 
 
@@ -379,7 +374,7 @@ def test_mixed_batches_stay_baseline(layer, member, query_lens):
 
 @pytest.mark.parametrize("member", GPU_BACKENDS)
 def test_calls_with_what_our_op_lacks_stay_baseline(layer, member):
-    """Each change needs something that the plugin's op lacks."""
+
     batch = Batch([20, 35], [1, 1])
     assert layer(member, batch) == "plugin"
 
@@ -504,7 +499,6 @@ CHANGES = {
 
 @pytest.mark.parametrize("lack", CHANGES)
 def test_a_backend_of_another_shape_is_left_alone(configuration, lack):
-    """The seam reports what vLLM lacks."""
     backend = attention.BACKENDS["ROCM_ATTN"]
     attention_backends.check("ROCM_ATTN", backend)
     with pytest.raises(seam.Unavailable, match=f"this vLLM lacks .*{lack}"):

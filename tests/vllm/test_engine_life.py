@@ -92,8 +92,7 @@ def start(engines, folders, name: str) -> dict:
     environment = {"VLLM_ROCM_OPS_ON_NVIDIA": "1", "VLLM_ROCM_OPS_TABLES": str(engines.folder / f"tables-{name}")}
     if name in BASELINE.values():
         environment["VLLM_PLUGINS"] = "none"
-    answers = engines.run({"it": job}, cache=f"cache-{name}", **environment)
-    return {**answers["it"], "output": answers["output"]}
+    return engines.run_one(job, cache=f"cache-{name}", **environment)
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,10 @@ import types
 
 import pytest
 import torch
-from fakes import change, check_and_time, require_near
+from engines import counted
+from fakes import change, check_and_time, graph_of, require_near
+from linears import one_rank  # noqa: F401
 from test_layers import linear
-from test_routing_gate import one_rank  # noqa: F401
 from test_row_selection import Linear
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.qwen2_moe import Qwen2MoeMLP
@@ -15,7 +16,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
-from vllm_rocm_ops.vllm import coverage, worker_startup
+from vllm_rocm_ops.vllm import coverage
 from vllm_rocm_ops.vllm.graph import compiled_ops, fused_quant, model_queries
 from vllm_rocm_ops.vllm.linear import mxfp8_linear
 from vllm_rocm_ops.vllm.moe import expert_support, shared_expert_gate
@@ -29,6 +30,7 @@ QUANTIZED = {
     "kFp8StaticTensorSym": f"{OP}_quant",
     "kFp8DynamicTokenSym": f"{OP}_per_token_quant",
     "kFp8Dynamic128Sym": f"{OP}_per_block_quant",
+    "MX": f"{OP}_mxfp8_quant",
 }
 
 
@@ -79,7 +81,7 @@ def adopted(**options) -> torch.nn.Module:
 
 
 def called() -> dict[str, int]:
-    return {name: sum(kernels.values()) for name, kernels in vllm_rocm_ops.stats().items()}
+    return counted(vllm_rocm_ops.stats())
 
 
 @pytest.mark.parametrize("arch", [None, "gfx942"])
@@ -104,39 +106,35 @@ def test_the_activation_multiplies_by_the_gate(arch):
 
 @pytest.mark.parametrize(("key", "name"), QUANTIZED.items())
 def test_the_projection_gets_the_product_quantized(key, name):
-    layer, x = adopted(), tokens()
-    got = []
-    down = linear(key, input_scale=torch.tensor(0.02), vllm_rocm_ops_quantize=None).linear
+    """Values and exponents of MX-FP8 are the input of the plugin's kernel, and of vLLM's, which then quantizes none."""
+    (layer, x), got = (adopted(), tokens()), []
+    if key == "MX":
+        down = torch.nn.Module()
+        down.vllm_rocm_ops_quantize, down.vllm_rocm_ops_is_mx = mxfp8_linear.quantize, True
+    else:
+        down = linear(key, input_scale=torch.tensor(0.02), vllm_rocm_ops_quantize=None).linear
     layer._modules["down_proj"] = down
     down.forward = lambda given: (got.append(given) or torch.zeros(ROWS, HIDDEN), None)
     layer(x)
     [given] = got
     gate, up = layer.gate_up_proj(x)[0].float().chunk(2, 1)
     wanted = torch.nn.functional.silu(gate) * up * torch.sigmoid(layer.expert_gate(x)[0].float())
-    assert name in called() and given.data.dtype == fused_quant.QUANT_DTYPE
-    scale = given.scale.float() if given.scale.numel() > 1 else given.scale.float().view(1, 1)
+    assert name in called()
     if key == "kFp8StaticTensorSym":
         wanted = wanted.clamp(-0.02 * 448, 0.02 * 448)
-    torch.testing.assert_close(given.data.float() * scale, wanted, atol=0.02, rtol=0.07)
+    if key == "MX":
+        assert isinstance(given, mxfp8_linear.Rows)
+        assert (given.shape, given.dtype, given.numel()) == (wanted.shape, x.dtype, wanted.numel())
+        found = compiled_ops.dequantized(given.values, given.scale)
+    else:
+        assert given.data.dtype == fused_quant.QUANT_DTYPE
+        found = given.data.float() * (
+            given.scale.float() if given.scale.numel() > 1 else given.scale.float().view(1, 1)
+        )
+    torch.testing.assert_close(found, wanted, atol=0.02, rtol=0.07)
     delattr(down, "vllm_rocm_ops_quantize")  # as a layer of LoRA's
     layer(x)
     assert isinstance(got[1], torch.Tensor) and got[1].dtype == x.dtype
-
-
-def test_an_mxfp8_projection_gets_values_and_exponents():
-    """They are the input of the plugin's kernel, and of vLLM's, which then quantizes none."""
-    layer, x = adopted(), tokens()
-    got, down = [], torch.nn.Module()
-    down.vllm_rocm_ops_quantize, down.vllm_rocm_ops_is_mx = mxfp8_linear.quantize, True
-    down.forward = lambda given: (got.append(given) or torch.zeros(ROWS, HIDDEN), None)
-    layer._modules["down_proj"] = down
-    layer(x)
-    [given] = got
-    gate, up = layer.gate_up_proj(x)[0].float().chunk(2, 1)
-    wanted = torch.nn.functional.silu(gate) * up * torch.sigmoid(layer.expert_gate(x)[0].float())
-    assert f"{OP}_mxfp8_quant" in called() and isinstance(given, mxfp8_linear.Rows)
-    assert (given.shape, given.dtype, given.numel()) == (wanted.shape, x.dtype, wanted.numel())
-    torch.testing.assert_close(compiled_ops.dequantized(given.values, given.scale), wanted, atol=0.02, rtol=0.07)
 
 
 def test_other_tokens_and_compiled_graphs_have_vllms_gate():
@@ -144,15 +142,8 @@ def test_other_tokens_and_compiled_graphs_have_vllms_gate():
     strided = torch.randn(HIDDEN, ROWS, generator=torch.Generator().manual_seed(1)).bfloat16().t()
     layer(strided)
     assert OP not in called()
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append([str(node.target) for node in graph.graph.nodes])
-        return graph.forward
-
-    torch._dynamo.reset()
-    torch.compile(layer, backend=backend, fullgraph=True)(tokens())
-    assert any("sigmoid" in target for target in graphs[0]) and OP not in called()
+    targets = [str(node.target) for node in graph_of(layer, tokens()).nodes]
+    assert any("sigmoid" in target for target in targets) and OP not in called()
 
 
 class Tanh(Qwen2MoeMLP):
@@ -204,7 +195,7 @@ def test_settings_that_keep_the_gate_vllms(monkeypatch, how):
     fused_quant.runnable_gates.cache_clear()
 
 
-@pytest.mark.parametrize("key", [None, *QUANTIZED, "MX"])
+@pytest.mark.parametrize("key", [None, *QUANTIZED])
 def test_it_is_measured_beside_vllms_launches(monkeypatch, key):
     """The emulated kernel is as close to the exact product as vLLM's launches. A wrong gate is found."""
     layer = mlp()
@@ -217,7 +208,7 @@ def test_it_is_measured_beside_vllms_launches(monkeypatch, key):
     else:
         del layer.down_proj.vllm_rocm_ops_quantize
     [one] = found(layer)
-    name = (QUANTIZED | {None: OP, "MX": f"{OP}_mxfp8_quant"})[key]
+    name = (QUANTIZED | {None: OP})[key]
     assert str(one.key) == f"{name} 128 bfloat16 gate of 256 {EAGER}" and one.runs_unmeasured()
     if key != "kFp8StaticTensorSym":  # whose scale does not fit random numbers
         require_near(one)
@@ -236,7 +227,3 @@ def test_the_gated_launch_counts_as_the_activations_pattern(monkeypatch):
     adopted()(tokens())
     monkeypatch.setattr(vllm_rocm_ops, "stats", lambda: {f"{OP}_per_block_quant": {"": 3}})
     assert coverage.calls().patterns == {str(pattern): 3} and not coverage.calls().unreached
-
-
-def test_a_start_finds_the_gates():
-    assert shared_expert_gate.gates in compiled_ops.pattern_finders and worker_startup.SEAM

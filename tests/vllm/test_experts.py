@@ -1,6 +1,7 @@
 """Test the plugin's experts in vLLM's layers: results, calls left to the baseline, and the layers they serve."""
 
 import collections
+import inspect
 import itertools
 import pathlib
 import typing
@@ -10,20 +11,16 @@ import pytest
 import selection
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from engines import counted
 from fakes import Fake, by_reference, decide, plugin_wins_up_to, time_choices
 from linears import ask_for_aiter, random
 from torch import Tensor
 from vllm._aiter_ops import rocm_aiter_ops
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers import activation
+from vllm.model_executor.layers.fused_moe import config as moe_config
 from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import (
-    FusedMoEParallelConfig,
-    FusedMoEQuantConfig,
-    RoutingMethodType,
-    fp8_w8a8_moe_quant_config,
-)
 from vllm.model_executor.layers.fused_moe.experts import (
     aiter_mxfp8_moe,
     cpu_moe,
@@ -98,7 +95,6 @@ def scheme(kind: str) -> tuple:
 
 
 def select(kind: str, **options) -> type:
-    """Return the experts that vLLM selects."""
     if kind == "bf16":
         return unquantized_fused_moe_method.select_unquantized_moe_backend(moe_config=config(**options))[1]
     if kind == "mx":
@@ -130,13 +126,8 @@ REST = {
     "": {},
     "limit": {"swiglu_limit": 0.7},
     "bias": {"has_bias": True},
-    "oai": {
-        "activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE,
-        "swiglu_limit": 0.7,
-        "swiglu_alpha": 1.702,
-        "swiglu_beta": 1.0,
-        "has_bias": True,
-    },
+    "oai": {"swiglu_limit": 0.7, "swiglu_alpha": 1.702, "swiglu_beta": 1.0, "has_bias": True}
+    | {"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE},
     "interleaved": {"activation": MoEActivation.SWIGLUOAI, "has_bias": True},
 }
 """Options of vLLM's configuration for layers with biases or another activation."""
@@ -156,6 +147,12 @@ class Layer:
             self.rest.get, ("swiglu_alpha", "swiglu_beta")
         )
 
+    @staticmethod
+    def in_softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what gpt-oss's router does: the softmax of the largest logits, and their experts."""
+        largest, ids = logits.float().topk(TOPK, 1)
+        return largest.softmax(1), ids
+
     def activated(self, gate_up: Tensor) -> Tensor:
         """Return vLLM's activation of a row of gate and up."""
         if self.rest.get("activation") is MoEActivation.SWIGLUOAI:
@@ -171,7 +168,7 @@ class Layer:
         self.w1, w1_scale, self.exact1 = self.quantized(random(EXPERTS, 2 * INNER, HIDDEN) * HIDDEN**-0.5)
         self.w2, w2_scale, self.exact2 = self.quantized(random(EXPERTS, HIDDEN, INNER) * INNER**-0.5)
         if kind == "bf16":
-            self.quant_config = FusedMoEQuantConfig.make()
+            self.quant_config = moe_config.FusedMoEQuantConfig.make()
             return
         if kind in INT4:
             make = int_wna16.make_wna16_moe_quant_config
@@ -183,12 +180,12 @@ class Layer:
             return
         if kind in MX:
             scales = {"w1_scale": w1_scale, "w2_scale": w2_scale, "is_scale_swizzled": False}
-            self.quant_config = FusedMoEQuantConfig.make("mxfp8", **scales, block_shape=[1, 32])
+            self.quant_config = moe_config.FusedMoEQuantConfig.make("mxfp8", **scales, block_shape=[1, 32])
             return
         self.static = (torch.tensor(0.01), torch.tensor(0.005)) if kind == "static" else (None, None)
         given = dict.fromkeys(("per_act_token_quant", "per_out_ch_quant"), kind == "channel")
         given["block_shape"] = [BLOCK, BLOCK] if kind == "block" else None
-        self.quant_config = fp8_w8a8_moe_quant_config(w1_scale, w2_scale, *self.static, **given)
+        self.quant_config = moe_config.fp8_w8a8_moe_quant_config(w1_scale, w2_scale, *self.static, **given)
 
     def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return a weight's values, their scales as vLLM keeps them, and both in fp32."""
@@ -238,10 +235,8 @@ class Layer:
             if expert not in within:
                 continue
             x = hidden[token].float() * (weight if on_input else 1.0)
-            biases = (
-                0.0 if of.bias is None else of.bias[expert] for of in (self.quant_config._w1, self.quant_config._w2)
-            )
-            bias1, bias2 = biases
+            weights_of = self.quant_config._w1, self.quant_config._w2
+            bias1, bias2 = (0.0 if of.bias is None else of.bias[expert] for of in weights_of)
             inner = self.activated(self.exact1[expert] @ self.rounded(x, 0) + bias1).bfloat16().float()
             total[token] += (self.exact2[expert] @ self.rounded(inner, 1) + bias2) * (1.0 if on_input else weight)
         return total
@@ -301,7 +296,6 @@ def vllm_routes(logits: Tensor, bias: Tensor | None, **options) -> tuple[Tensor,
 
 
 def vllm_router(topk: int = TOPK, bias: Tensor | None = None, **options):
-    """Return vLLM's own router."""
     groups = {"use_grouped_topk": True, "num_expert_group": GROUPS, "topk_group": TOPK_GROUP, "scoring_func": "sigmoid"}
     scale = {"routed_scaling_factor": SCALE, "e_score_correction_bias": bias}
     return CPURouter(topk, EXPERTS, **(groups | scale | options))
@@ -319,12 +313,31 @@ def close(result: Tensor, wanted: Tensor) -> None:
     assert error < 0.02, error
 
 
+def keep(monkeypatch, theirs: type, plugin: type, layer: Layer) -> list[tuple[Tensor, Tensor]]:
+    """Make the plugin's experts keep some of vLLM's, which compute plainly, and return the weights of their calls."""
+    calls = []
+
+    class Kept(theirs):
+        def apply(self, *given, **named):
+            given = inspect.signature(theirs.apply).bind(self, *given, **named).arguments
+            calls.append((given["w1"], given["w2"]))
+            if "router_logits" in given:
+                return layer.plain(given["hidden_states"], *layer.in_softmax(given["router_logits"])).bfloat16()
+            return given["output"].copy_(layer.plain(given["hidden_states"], given["topk_weights"], given["topk_ids"]))
+
+    supports(monkeypatch, Kept)
+    monkeypatch.setattr(plugin, "baseline_class", staticmethod(lambda: Kept))
+    monkeypatch.setattr(comparison, "LARGEST_ERROR", 5.0)
+    kernel_selection.begin_recording()
+    return calls
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_routed_tokens(kind):
     """A layer whose tokens vLLM has routed equals the plain computation, in every quantization."""
     layer, (weights, ids), hidden = Layer(kind), routed(), inputs()
     close(call(layer, kernel(layer, modular(kind)), weights, ids, hidden), layer.plain(hidden, weights, ids))
-    assert {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()} == {"fused_experts": 1}
+    assert counted(vllm_rocm_ops.stats()) == {"fused_experts": 1}
 
 
 @pytest.mark.parametrize("kind", ROUTING)
@@ -345,10 +358,8 @@ def test_other_activations_and_biases(kind, rest):
     if (kind, rest) == ("mx", "interleaved"):
         assert not modular(kind).is_supported_config(modular(kind), config(**shape), *scheme(kind), STANDARD)[0]
         return
-    close(
-        call(layer, kernel(layer, modular(kind), **shape), weights, ids, hidden, **given),
-        layer.plain(hidden, weights, ids),
-    )
+    result = call(layer, kernel(layer, modular(kind), **shape), weights, ids, hidden, **given)
+    close(result, layer.plain(hidden, weights, ids))
     if kind in ROUTING:
         logits, bias = random(TOKENS, EXPERTS), random(EXPERTS) * 0.1
         result = call_with_logits(layer, kernel(layer, select(kind, **shape), **shape), logits, bias, hidden, **given)
@@ -373,10 +384,8 @@ def test_other_activations_are_compared_and_keyed(baseline, fault, monkeypatch):
         other = Layer("bf16", "limit")
         call(other, kernel(other, modular("bf16"), **other.rest), *routed(), inputs())
     shapes = [choice.key.shape for choice in kernel_selection.all_choices()]
-    assert [shape.partition(" scales none")[2] for shape in shapes] == [
-        " bias swiglu 0.7 1.702 1.0",
-        " swiglu 0.7 1.0 0.0",
-    ]
+    wanted = [" bias swiglu 0.7 1.702 1.0", " swiglu 0.7 1.0 0.0"]
+    assert [shape.partition(" scales none")[2] for shape in shapes] == wanted
     choice, _ = time_choices((1, 2), 64, plugin_wins_up_to(4, place=1))
     assert choice.state == ("off" if fault else "measured"), choice.why
 
@@ -604,12 +613,12 @@ def test_few_tokens_are_served(baseline, monkeypatch, form, kind, tokens):
 
 
 def parallel(**options):
-    alone = vars(FusedMoEParallelConfig.make_no_parallel())
-    return {"moe_parallel_config": FusedMoEParallelConfig(**(alone | options))}
+    kind = moe_config.FusedMoEParallelConfig
+    return {"moe_parallel_config": kind(**vars(kind.make_no_parallel()) | options)}
 
 
 def method(name: str):
-    return {"routing_method": RoutingMethodType[name]}
+    return {"routing_method": moe_config.RoutingMethodType[name]}
 
 
 @pytest.mark.parametrize("kind", ["block", "bf16"])
@@ -824,12 +833,6 @@ def test_experts_beside_a_named_backend_serve_what_they_won(baseline, kind, monk
     assert serve() == 0
 
 
-@pytest.fixture
-def aiters_experts(monkeypatch):
-    """Enable AITER, with its experts available."""
-    ask_for_aiter(monkeypatch)
-
-
 @pytest.mark.parametrize("backend", [None, "allgather_reducescatter"])
 def test_tokens_that_move_between_ranks_are_served(backend):
     """Experts that do not route serve them, also with load balancing. Without expert parallelism vLLM gathers, too."""
@@ -839,8 +842,9 @@ def test_tokens_that_move_between_ranks_are_served(backend):
             assert select(kind, **parallel(**options)) is modular(kind)
 
 
-def test_tokens_that_mori_moves_are_served(baseline, aiters_experts, monkeypatch):
+def test_tokens_that_mori_moves_are_served(baseline, monkeypatch):
     """AITER's experts, which vLLM requires there, are the baseline."""
+    ask_for_aiter(monkeypatch)
     supports(monkeypatch, baseline)
     for backend in ("mori_high_throughput", "mori_low_latency"):
         for eplb in (False, True):
@@ -899,8 +903,9 @@ def test_tokens_come_quantized_where_the_baseline_wants_them_so(baseline, kind, 
     assert modular(kind)(config(**parallel(**SPREAD)), layer.quant_config).expects_unquantized_inputs
 
 
-def test_room_for_more_tokens_goes_to_no_expert(baseline, aiters_experts, monkeypatch):
+def test_room_for_more_tokens_goes_to_no_expert(baseline, monkeypatch):
     """MoRI's buffers have garbage after the received tokens, which must not count."""
+    ask_for_aiter(monkeypatch)
     layer, (weights, ids), hidden, asked = Layer("bf16"), routed(), inputs(), []
     run = ops.fused_experts.reference
     monkeypatch.setattr(ops.fused_experts, "run_kernels", lambda *a: asked.append(a[4]) or run(*a))

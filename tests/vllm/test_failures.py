@@ -30,14 +30,14 @@ def test_no_kernel_launches(engines, expected, tmp_path):
     (tmp_path / "gfx950").mkdir()
     for name, text in (("scaled_mm", b"a,b\n1,2\n"), ("fused_add_rms_norm", b"\x00\xff" * 99)):
         (tmp_path / "gfx950" / f"{name}.csv").write_bytes(text)
-    answers = engines.run({"it": engines.job(MODEL)}, before=NO_LAUNCH, VLLM_ROCM_OPS_TABLES=str(tmp_path))
-    answer, why = answers["it"], "no kernel image is available for execution on the device"
+    answer = engines.run_one(engines.job(MODEL), before=NO_LAUNCH, VLLM_ROCM_OPS_TABLES=str(tmp_path))
+    why = "no kernel image is available for execution on the device"
     assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(MODEL, answer["tokens"])]
     assert len(answer["stats"]) == 4
     assert all(list(kernels) == [f"fallback: {why}"] for kernels in answer["stats"].values())
     line = rf"UserWarning: (\w+) runs without its kernels: {why}. To run without its kernels, set VLLM_ROCM_OPS_DISABLE=\1$"
-    assert sorted(re.findall(line, answers["output"], re.MULTILINE)) == sorted(answer["stats"])
-    assert len(re.findall(r"UserWarning: .*\.csv is not used: ", answers["output"])) == 2
+    assert sorted(re.findall(line, answer["output"], re.MULTILINE)) == sorted(answer["stats"])
+    assert len(re.findall(r"UserWarning: .*\.csv is not used: ", answer["output"])) == 2
 
 
 def test_a_package_that_does_not_import_ends_no_vllm():

@@ -7,7 +7,7 @@ import pytest
 import test_selection
 import torch
 from engines import HERE
-from fakes import Fake
+from fakes import Fake, called_in, graph_of
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -30,16 +30,7 @@ def quantization(mode: str, backend: str = "inductor"):
 
 def traced(function) -> set[str]:
     """Return the calls of a function of a row in its graph."""
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
-        return graph.forward
-
-    torch._dynamo.reset()
-    torch.compile(function, backend=backend, fullgraph=True)(torch.ones(2, 256, dtype=torch.bfloat16))
-    [calls] = graphs
-    return calls
+    return called_in(graph_of(function, torch.ones(2, 256, dtype=torch.bfloat16)))
 
 
 MARK = "vllm_rocm_ops.marked_quant.default"
@@ -69,7 +60,6 @@ def test_nothing_is_marked_without_the_pass(monkeypatch):
 
 
 def test_the_timed_baseline_is_compiled_without_the_plugin():
-    """The baseline is compiled without markers and without the plugin's pass."""
     params = (None, None, None, None)
     kernel = Fake(quant_fp8=quantization("VLLM_COMPILE"), _get_layer_params=lambda layer: params)
     kernel.quant_fp8.vllm_forward = kernel.quant_fp8.forward_native

@@ -3,7 +3,7 @@
 import gated_attention as tiny
 import pytest
 import torch
-from fakes import change, check_and_time, require_near, spoil
+from fakes import change, check_and_time, graph_of, require_near, spoil
 from test_graph import called, choices, piece  # noqa: F401
 from test_rope_and_cache_seam import dynamo  # noqa: F401
 from vllm.compilation.passes.inductor_pass import get_pass_context, pass_context
@@ -307,13 +307,10 @@ def add_norms(change: str = "", **how):
                 late = (added + 1,)
             return y, last, *late
 
-    graphs = []
-    torch._dynamo.reset()
-    keep = lambda graph, _: (graphs.append(graph), graph.forward)[1]
     x, weight = torch.randn(5, 64).bfloat16(), torch.randn(64).bfloat16()
-    torch.compile(Norms(), backend=keep, fullgraph=True)(x, x.clone(), weight)
-    norm_residuals.donate(graphs[0].graph, [])
-    return [str(n.target).rpartition(".")[2] for n in graphs[0].graph.nodes if "fused_add_rms_norm" in str(n.target)]
+    graph = graph_of(Norms(), x, x.clone(), weight)
+    norm_residuals.donate(graph, [])
+    return [str(n.target).rpartition(".")[2] for n in graph.nodes if "fused_add_rms_norm" in str(n.target)]
 
 
 BOTH = ["maybe_inplace"] * 2

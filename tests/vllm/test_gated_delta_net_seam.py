@@ -12,10 +12,10 @@ import test_selection
 import torch
 from engines import LOADED, STEPS, prompts, prompts_of
 from fakes import Fake, change, check_and_time, parameter, require_near, spoil
+from linears import one_rank  # noqa: F401
 from marks import FULL, full
 from test_drafts import NGRAM, PLAIN_NUMBA, WITHOUT_DRAFTS
 from test_families import INSTALLED
-from test_routing_gate import one_rank  # noqa: F401
 from vllm.model_executor.layers.fusion import quant_activation
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
@@ -166,7 +166,6 @@ def test_vllms_layer_compiles(made, kind):
 
 @pytest.mark.parametrize("result", ["out", "state", "conv_state"])
 def test_each_result_is_checked(made, result, monkeypatch):
-    """The launch is off if its result or a state that it leaves is wrong."""
     spoil(monkeypatch, OP, result)
     with pytest.raises(kernel_timing.Mismatch):
         check_and_time(made())

@@ -225,7 +225,6 @@ def layers(count: int, marked):
 
 
 def test_residuals_are_updated_in_place_through_all_layers():
-    """Each is updated in place, through all layers."""
     marked, _ = quantizer(KEYS[1])
     x, residual, weight = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=2), random(HIDDEN, seed=1)
     product = random(HIDDEN, HIDDEN, seed=3) / 16

@@ -6,7 +6,7 @@ import linears
 import pytest
 import torch
 from fakes import Fake, decide, parameter
-from linears import FEW, MANY, hold, random, require_choice, require_products, require_sizes_won
+from linears import FEW, MANY, hold, one_rank, random, require_choice, require_products, require_sizes_won  # noqa: F401
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.mixed_precision.triton_w4a16 import TritonW4A16LinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16 import (
@@ -30,7 +30,7 @@ N, K = 48, 256
 NAMES = "weight_packed", "weight_scale", "weight_zero_point"
 GROUPS = {"32": 32, "128": 128, "channel": -1}
 
-pytestmark = pytest.mark.usefixtures("configuration")
+pytestmark = pytest.mark.usefixtures("configuration", "one_rank")
 
 
 class Baseline:
@@ -71,15 +71,6 @@ def layer_of(group: int, gptq: bool = False) -> tuple[torch.nn.Module, torch.Ten
     return layer, exact
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    """Answer vLLM's parameters, which ask for the rank."""
-    for name, value in (("rank", 0), ("world_size", 1)):
-        monkeypatch.setattr(
-            f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}", lambda value=value: value
-        )
-
-
 @pytest.fixture
 def make(monkeypatch):
     """Return a function that makes a layer with its kernel, which may keep a baseline, and the exact weight."""
@@ -103,14 +94,12 @@ close = functools.partial(linears.close, most=0.01)  # the rounding to bf16
 @pytest.mark.parametrize("gptq", [False, True], ids=["compressed-tensors", "gptq"])
 @pytest.mark.parametrize("kind", GROUPS)
 def test_products(make, kind, gptq):
-    """Without a kernel of vLLM's, the op serves any number of tokens, in any number of dimensions, with a bias."""
     require_products(*make(kind, gptq=gptq), "w4a16_gemm", close)
 
 
 @pytest.mark.parametrize("fault", [None, "scale", "bias"])
 @pytest.mark.parametrize("kind", GROUPS)
 def test_kernels_serve_the_sizes_they_won(make, kind, fault, monkeypatch):
-    """A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it."""
     kernel_selection.begin_recording()
     layer, kernel, exact = make(kind, Baseline)
     require_sizes_won(layer, kernel, exact, ops.w4a16_gemm, fault, monkeypatch)

@@ -76,12 +76,10 @@ close = functools.partial(linears.close, most=0.02)  # the rounding to int8
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(make, kind):
-    """Without a kernel of vLLM's, the op serves any number of tokens, in any number of dimensions, with a bias."""
     require_products(*make(kind), "gemm", close)
 
 
 def test_unmeasured_sizes_are_vllms(make):
-    """This holds at any number of tokens."""
     layer, kernel, exact = make("channels", Baseline)
     with launch.executor(Emulator("gfx950")):
         for tokens in (1, MANY):
@@ -93,7 +91,6 @@ def test_unmeasured_sizes_are_vllms(make):
 @pytest.mark.parametrize("fault", [None, "scale_b", "bias"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_serve_the_sizes_they_won(make, kind, fault, monkeypatch):
-    """A right kernel passes the check, and then serves where it is faster; one with another scale or no bias fails it."""
     kernel_selection.begin_recording()
     layer, kernel, exact = make(kind, Baseline)
     require_sizes_won(layer, kernel, exact, ops.gemm, fault, monkeypatch)

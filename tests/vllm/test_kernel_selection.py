@@ -123,6 +123,13 @@ def warm_up(clock, gather=lambda mine: [mine]) -> None:
     kernel_timing.warm_up(CAPTURED, MAX, clock, gather)
 
 
+def measures(*kernels: Product) -> FakeClock:
+    """Start a worker in which the plugin wins everywhere, and return its clock."""
+    started(*kernels)
+    warm_up(clock := plugin_wins(range(MAX + 1)))
+    return clock
+
+
 def file() -> "os.PathLike":
     return selection.path_of(selection.machine())
 
@@ -178,10 +185,7 @@ def test_the_plugin_has_to_win_by_more_than_the_margin(plugin, winner):
 def test_what_no_kernel_takes_is_not_timed():
     product = Product()
     product.plugin = lambda x, weight: x @ weight.t() if len(x) <= 32 else None
-    clock = plugin_wins(range(MAX + 1))
-    started(product)
-    warm_up(clock)
-    assert [len(sets[0][0]) for sets in clock.asked] == [1, 8, 32]
+    assert [len(sets[0][0]) for sets in measures(product).asked] == [1, 8, 32]
     product.ran.clear()
     assert [product.serve(m) for m in (32, 33, 64)] == ["plugin", "baseline", "baseline"]
 
@@ -201,9 +205,8 @@ def test_a_wrong_kernel_is_switched_off_on_this_gpu(fault, caplog, tmp_path, mon
     """An op that is wrong at one size is off in later processes, too, but not on another GPU or for other code."""
     product, other = Product(), Product("other")
     product.plugin = lambda x, weight: (WRONG[fault] if len(x) == 64 else Product.plugin.__get__(product))(x, weight)
-    started(product, other)
     with caplog.at_level(logging.WARNING):
-        warm_up(plugin_wins(range(MAX + 1)))
+        measures(product, other)
     [line] = caplog.messages
     assert re.match(r"vllm-rocm-ops: product is off on this GPU and vLLM's kernels run .*: .*48x64, 64 tokens", line)
     assert {product.serve(m) for m in (1, 8, 64)} == {"baseline"}
@@ -268,8 +271,7 @@ def test_a_baseline_that_the_sample_does_not_explain_serves(caplog):
     product = Product()
     product.vllm_kernel = lambda x, weight: product.ran.append("baseline") or -(x @ weight.t())
     product.plugin = lambda x, weight: -(x @ weight.t())
-    started(product)
-    warm_up(plugin_wins(range(MAX + 1)))
+    measures(product)
     assert "too large for a comparison" in caplog.text and "is wrong" not in caplog.text
     assert product.serve(1) == "baseline"
     assert "product" not in selection.read(file()).off
@@ -281,9 +283,8 @@ def test_a_baseline_that_is_wrong_is_named(factor, error, caplog, tmp_path):
     product = Product()
     product.vllm_kernel = lambda x, weight: product.ran.append("baseline") or factor * (x @ weight.t())
     for _ in range(2):
-        started(product)
         caplog.clear()
-        warm_up(clock := plugin_wins(range(MAX + 1)))
+        clock = measures(product)
         [warning] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         named = f"VllmKernel, vLLM's kernel for product, is wrong on this GPU: {error}, the plugin 0.00"
         assert named in warning and "48x64, " in warning and ", and 5 more sizes. vLLM's kernel serves" in warning
@@ -327,8 +328,7 @@ def test_out_of_memory_keeps_the_sizes_measured_before(caplog):
         return x @ weight.t()
 
     product.plugin = full
-    started(product)
-    warm_up(plugin_wins(range(MAX + 1)))
+    measures(product)
     assert "failed: OutOfMemoryError" in caplog.text
     assert [product.serve(m) for m in (32, 64)] == ["plugin", "baseline"]
     assert selection.read(file()).off == {}
@@ -349,22 +349,19 @@ def test_recorded_times_are_not_measured_again():
 
 
 def test_an_unusable_record_is_measured_again():
-    other = selection.Record({"gpu": "another"}, {"product": "wrong there"})
     other = json.dumps(dataclasses.asdict(selection.Record({"gpu": "another"}, {"product": "wrong there"})))
     shapes = '{"shapes": {"a": {"x": [1]}}, "machine": {}, "off": {}}'
     for text in (other, "", "[]", '{"machine": {}, "off": {}}', shapes):
         file().parent.mkdir(exist_ok=True)
         file().write_text(text)
-        product = started(Product())
-        warm_up(plugin_wins(range(MAX + 1)))
+        measures(product := Product())
         assert product.serve(MAX) == "plugin"
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VLLM_ROCM_OPS_TABLES", str(tmp_path / "file"))
-    product = started(Product())
-    warm_up(plugin_wins(range(MAX + 1)))
+    measures(product := Product())
     assert "results are not saved" in caplog.text
     assert product.serve(MAX) == "plugin"
 
@@ -388,12 +385,6 @@ def in_a_process(target) -> int:
     process = begin(target)
     process.join(60)
     return process.exitcode
-
-
-def measures(*kernels: Product) -> None:
-    """Start a worker in which the plugin wins everywhere."""
-    started(*kernels)
-    warm_up(plugin_wins(range(MAX + 1)))
 
 
 def ends(status: int):
@@ -490,8 +481,7 @@ def test_a_launch_that_hangs_turns_its_op_off_for_the_next_start(soon, tmp_path)
     ends_after = "a launch has not ended for 0 s (the process is ended after 1 s)"
     for said in (ends_after, "a launch hangs, so this process ends"):
         assert re.search(f"{re.escape(said)}.*: product, product 48x64 VllmKernel at 1 tokens", output), output
-    started(product, other)
-    warm_up(plugin_wins(range(MAX + 1)))
+    measures(product, other)
     assert product.serve(1) == "baseline" and other.serve(1) == "plugin"
     why = "its launch hung for 1 s, at product 48x64 VllmKernel at 1 tokens"
     record = selection.read(file())
@@ -559,8 +549,7 @@ def test_a_process_that_measures_without_end(caplog, monkeypatch):
     while not file().with_suffix(".held").exists():
         time.sleep(0.01)
     try:
-        product = started(Product(), other)
-        warm_up(clock := plugin_wins(range(MAX + 1)))
+        clock = measures(product := Product(), other)
     finally:
         measures_long.kill()
         measures_long.join()
@@ -937,10 +926,8 @@ def test_a_call_that_cannot_be_made_for_the_plugin_is_vllms(caplog, monkeypatch)
 
 @pytest.mark.parametrize("text", ["-1", "ten", "nan", "1e9"])
 def test_a_wrong_time_limit_is_said_and_vllm_starts(monkeypatch, caplog, text):
-    """Nothing is timed then."""
     monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", text)
-    product = started(Product())
-    warm_up(clock := plugin_wins(range(MAX + 1)))
+    clock = measures(product := Product())
     assert not clock.asked and product.serve(LIMIT) == "plugin"
     assert f"VLLM_ROCM_OPS_MEASURE must be 0 to 3600 seconds, got {text}" in caplog.text
 
@@ -949,9 +936,7 @@ def test_it_stops_in_time(monkeypatch):
     """Unmeasured sizes have the fixed limit, also above measured ones, if the plugin was faster there."""
     now = iter(range(0, 10000, 2))
     monkeypatch.setattr(kernel_timing.time, "monotonic", lambda: next(now))
-    product, other = Product(), Product("other")
-    started(product, other)
-    warm_up(plugin_wins(range(MAX + 1)))
+    measures(product := Product(), other := Product("other"))
     sizes = [[*by_tokens] for by_tokens in selection.read(file()).shapes.values()]
     assert 0 < sum(map(len, sizes)) < 6
     served = ["plugin", "plugin", "baseline"]
@@ -1092,8 +1077,6 @@ def gather(group):
 
 
 def test_ranks_gather_and_the_first_says(caplog):
-    """They measured differently."""
-
     def rank(group, results):
         number = group.rank_in_group
         os.environ["VLLM_ROCM_OPS_TABLES"] += f"/{number}"  # as on separate machines
@@ -1232,14 +1215,12 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
     flavour = ("llama", "token")
     job = engines.job(flavour, max_tokens=4, frames=True)
     before = f"import on_cpu; on_cpu.measure({factor}, rows_win={factor == 1.0})"
-    answers = engines.run({"it": job}, before=before, VLLM_ROCM_OPS_TABLES=str(tmp_path))
-    answer, output = answers["it"], answers["output"]
+    answer = engines.run_one(job, before=before, VLLM_ROCM_OPS_TABLES=str(tmp_path))
     layers, steps = 8, 4
     ours = "vllm/", "op.", "dispatch.", "launch."
     host = {name: n for name, n in answer["frames"].items() if name.startswith(ours)}
     assert sum(host.values()) <= (FRAMES_OF_A_STEP if factor == 1.0 else FRAMES_OF_A_STEP_OF_VLLMS), host
-    best = [wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])]
-    assert answer["tokens"] == best
+    assert answer["tokens"] == [wanted.argmax(-1).tolist() for wanted in expected(flavour, answer["tokens"])]
     [path] = tmp_path.glob("*/measured-*.json")
     record = selection.read(path)
     rows = {"silu_and_mul_per_token_quant"}  # norms quantize in compiled models
@@ -1253,12 +1234,12 @@ def test_inside_vllm(engines, expected, tmp_path, factor):
         assert answer["stats"]["vllm"] == {"its kernel": layers}
         kinds = collections.Counter(key.op for key in record.shapes)
         assert kinds == {"scaled_mm": 4, "paged_attention_decode": 1, **dict.fromkeys(rows, 1)} and not record.off
-        assert output.count("selected kernels on this GPU") == 2
+        assert answer["output"].count("selected kernels on this GPU") == 2
     else:
         assert "scaled_mm" not in answer["stats"]
         assert answer["stats"]["vllm"] == {"its kernel": layers * steps}
         assert list(record.off) == ["scaled_mm"]
-        assert output.count("scaled_mm is off on this GPU") == 1
+        assert answer["output"].count("scaled_mm is off on this GPU") == 1
 
 
 def test_pairs_are_measured_for_the_tokens_of_all_data_parallel_ranks(monkeypatch):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from engines import STEPS
 from fakes import Fake, change, check_and_time, fake_decoder, require_near, set_config, spoil
-from keys import key
 from marks import FULL, full
 from test_row_selection import Linear
 from vllm.config import CompilationConfig
@@ -81,18 +80,9 @@ def measured(engines, tmp_path_factory) -> tuple[dict, dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", on_cpu.WHAT)
 def test_what_was_measured_to_be_faster_serves(measured, what):
-    """It is compared with vLLM's compiled graph, once for all token counts. A wrong launch is off."""
     answers, records = measured
-    [record], stats = records[what], answers[what]["stats"]
     shapes = {OP.name: "128+512+64 bfloat16 auto block", "batched_gemm_rope": "4x512x128+64 bfloat16"}
-    for op, shape in shapes.items():
-        assert sum(stats.get(op, {}).values()) == (DENSE * STEPS if what == "faster" else 0)
-        if what == "wrong":
-            assert shape in record.off[op]
-            continue
-        timed = record.shapes[key(f"{op} {shape} compiled")]
-        assert all(pair.plugin_us is not None and 0 < pair.error < 0.1 for pair in timed.values())
-        assert {*compiled_ops.TOKENS} <= {*timed}
+    on_cpu.check_measured(what, answers[what], *records[what], DENSE * STEPS, shapes)
 
 
 # A layer
@@ -159,7 +149,6 @@ def test_a_kernel_is_measured_beside_vllms_layers(kind, fp8):
 @pytest.mark.usefixtures("configuration")
 @pytest.mark.parametrize("part", ["scales_out", "kv_out", "k_pe_out", "kv_cache"])
 def test_each_result_is_checked(part, monkeypatch):
-    """The launch is off if any of its results is wrong."""
     spoil(monkeypatch, OP, part)
     with pytest.raises(kernel_timing.Mismatch):
         check_and_time(mla_pre_attention.MlaPreAttention(Layer(), COMPILED))

@@ -16,6 +16,7 @@ from vllm_rocm_ops.vllm.selection import kernel_timing
 from vllm_rocm_ops.vllm.selection.key import COMPILED
 
 OP, NOPE, V = ops.batched_gemm_rope, 128, 64
+pytestmark = pytest.mark.usefixtures("configuration")
 
 
 def attention(nope: int = NOPE) -> torch.nn.Module:
@@ -107,7 +108,6 @@ def step(one: mla_rotation.QueryRotation, decode: int, prefill: int, padding: in
     return q, positions
 
 
-@pytest.mark.usefixtures("configuration")
 @pytest.mark.parametrize("serves", [True, False, None])
 @pytest.mark.parametrize("what", STEPS)
 def test_each_row_is_rotated_once(what, serves, launched):
@@ -136,7 +136,6 @@ def test_each_row_is_rotated_once(what, serves, launched):
     assert launched == [rows if serves else 0] * 2
 
 
-@pytest.mark.usefixtures("configuration")
 def test_the_kernel_rotates_in_attention():
     """One launch of the emulated kernel in a decode step, and one before a mixed one."""
     one, emulator = query_rotation(layer := Layer()), Counting("gfx942")
@@ -153,7 +152,6 @@ def test_the_kernel_rotates_in_attention():
     assert grids == [(HEADS, KV // 64 + 1, 1), (HEADS, 1, 1)]
 
 
-@pytest.mark.usefixtures("configuration")
 def test_a_step_that_has_no_angles_is_vllms(launched):
     """vLLM's graph rotates where the layer's own forward runs, and a profile run needs no rotation."""
     one = query_rotation()
@@ -168,7 +166,6 @@ def test_a_step_that_has_no_angles_is_vllms(launched):
     assert torch.equal(q, before) and launched == [] and one.angles is None
 
 
-@pytest.mark.usefixtures("configuration")
 def test_queries_that_stay_unrotated_are_an_error(monkeypatch):
     """vLLM multiplies by another weight than expected."""
     one = query_rotation()
@@ -183,7 +180,6 @@ def test_queries_that_stay_unrotated_are_an_error(monkeypatch):
         step(one, 2, 0)
 
 
-@pytest.mark.usefixtures("configuration")
 @pytest.mark.parametrize("tokens", [3, 70])
 def test_a_kernel_is_measured_beside_vllms_layers(tokens):
     """The emulated kernel is as close to the exact q_pe and product. Above 64 tokens there is no product."""
@@ -193,10 +189,8 @@ def test_a_kernel_is_measured_beside_vllms_layers(tokens):
     assert one.work((), tokens)[0] > 0 and (one.work((), tokens)[1] > 0) == (tokens <= 64)
 
 
-@pytest.mark.usefixtures("configuration")
 @pytest.mark.parametrize("part", ["q_pe", "out"])
 def test_each_result_is_checked(part, monkeypatch):
-    """The launch is off if the rotation or the product is wrong."""
     spoil(monkeypatch, OP, part)
     with pytest.raises(kernel_timing.Mismatch):
         check_and_time(query_rotation())
@@ -211,7 +205,6 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.usefixtures("configuration")
 @pytest.mark.parametrize("what", UNSUPPORTED)
 def test_unsupported_layers_are_not_served(what):
     layer = Layer()
@@ -222,7 +215,6 @@ def test_unsupported_layers_are_not_served(what):
     assert len([*mla_rotation.unsupported_features(layer.mla_attn)]) == 1
 
 
-@pytest.mark.usefixtures("configuration")
 def test_kernels_must_take_the_sizes(monkeypatch):
     """On a GPU, the kernels are asked."""
     monkeypatch.setattr(seam, "arch_here", lambda platform: archs.named("gfx942").name)
@@ -232,7 +224,6 @@ def test_kernels_must_take_the_sizes(monkeypatch):
         assert len([*mla_rotation.rotations(pre_attention, COMPILED, dtype)]) == served
 
 
-@pytest.mark.usefixtures("configuration")
 def test_a_layer_takes_and_drops_the_fused_launch():
     one = query_rotation()
     assert not one.runs_unmeasured()

@@ -5,8 +5,10 @@ import gc
 import pytest
 import torch
 from fakes import Counting, Fake, plugin_wins_up_to, time_choices
+from linears import one_rank  # noqa: F401
 from test_experts import EXPERTS, HIDDEN, TOPK, inputs
-from test_routing_gate import Moe, called, experts_that_do_not_route, one_rank, planted  # noqa: F401
+from test_routing_gate import FASTER, FUSED, Moe, adopted, called, experts_that_do_not_route, planted
+from torch._dynamo.testing import EagerAndRecordGraphs
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
@@ -26,8 +28,6 @@ from vllm_rocm_ops.vllm.moe import (
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
 pytestmark = pytest.mark.usefixtures("configuration", "one_rank")
-FUSED = {"router_gemm_topk": 1}
-FASTER = bytes([0, 1, 1, 1, 1])  # up to four tokens
 GROUPED, PLAIN = "DeepSeekV3", "RenormalizeNaive without groups"
 
 
@@ -61,16 +61,6 @@ class Casts(Gates):
         return self.experts(hidden, router_logits=router_logits)
 
 
-def adopted(kind: type = Gates, plugin: bytes = FASTER, **options) -> Gates:
-    """Return a block whose gate routes for few tokens."""
-    kernel_selection.begin_recording()
-    block = kind(**options)
-    routing_gate.adopt([block])
-    keys = [one.key for one in kernel_selection.all_choices() if one.kernels.op is routing_gate.OP]
-    kernel_selection.apply_decisions(kernel_selection.Decided({}, dict.fromkeys(keys, plugin)))
-    return block
-
-
 @pytest.mark.parametrize("router", [GROUPED, PLAIN])
 @pytest.mark.parametrize("kind", [Gates, Casts])
 def test_one_launch_routes(kind, router):
@@ -87,7 +77,7 @@ def test_one_launch_routes(kind, router):
 
 
 def test_a_bf16_gate_in_the_model_is_timed_as_one_in_the_layer():
-    block = adopted(dtype=torch.bfloat16)
+    block = adopted(Gates, dtype=torch.bfloat16)
     names = [choice.key.baseline.name for choice in block.gate.rocm_ops_router.choices]
     assert names == ["rocm_unquantized_gemm", "separate"] and called(block, inputs(2))[1] == FUSED
 
@@ -105,7 +95,7 @@ def test_a_float_gate_in_the_layer_is_served():
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize(("tokens", "size"), [(3, 8), (12, 16)])
 def test_one_kernel_serves_a_router(arch, tokens, size):
-    emulator, block = Counting(arch), adopted(router=PLAIN, plugin=bytes([0] + [1] * 64))
+    emulator, block = Counting(arch), adopted(Gates, router=PLAIN, plugin=bytes([0] + [1] * 64))
     with launch.executor(emulator):
         called(block, inputs(tokens))
     routers = [name for name in emulator.symbols if name.startswith(("router", "moe_topk", "unquantized"))]
@@ -115,32 +105,27 @@ def test_one_kernel_serves_a_router(arch, tokens, size):
 @pytest.mark.parametrize("kind", [Gates, Casts])
 def test_a_compiled_graph_chooses_at_each_call(kind):
     """One graph serves all numbers of tokens. It has the gate's op, whose tokens are bf16, and none of its GEMM."""
-    block, graphs = adopted(kind), []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
-
-    gate = torch.compile(lambda x: block(x), backend=backend, dynamic=True, fullgraph=False)
+    block, kept = adopted(kind), EagerAndRecordGraphs()
+    gate = torch.compile(lambda x: block(x), backend=kept, dynamic=True, fullgraph=False)
     with torch.no_grad():
         for tokens in (2, 9):
             result, counts = called(gate, inputs(tokens))
             assert counts.pop("router_gemm_topk", 0) == (tokens <= 4)
             assert torch.allclose(result, called(block, inputs(tokens))[0], rtol=1e-2, atol=1e-2)
-    calls = [node for graph in graphs for node in graph.graph.nodes if "routed_gate" in str(node.target)]
+    calls = [node for module in kept.graphs for node in module.graph.nodes if "routed_gate" in str(node.target)]
     assert len(calls) == 1 and calls[0].args[0].meta["example_value"].dtype == torch.bfloat16
 
 
 def test_the_key_of_a_compile_cache_knows_gates_in_graphs(monkeypatch):
     monkeypatch.setattr(compiled_ops.choices, "others", ("something",))
     for _ in range(2):
-        adopted()
+        adopted(Gates)
     assert compiled_ops.choices.others == ("something", routing_gate.IN_GRAPHS)
 
 
 def test_the_op_of_graphs_finds_a_gate_by_its_weight():
     """A weight that vLLM has moved is multiplied as in its dtype, and a gate that is gone is forgotten."""
-    block, hidden = adopted(), inputs(3)
+    block, hidden = adopted(Gates), inputs(3)
     weight = block.gate.weight.data
     found = torch.ops.vllm_rocm_ops.routed_gate(hidden, weight)
     assert moe_side_channel.current.routed[0] is not None
@@ -178,7 +163,7 @@ def test_padding_of_a_router_without_groups_goes_to_no_expert(monkeypatch):
     mask = torch.tensor([False, True, False])
     monkeypatch.setattr(routing_experts, "is_padding", lambda tokens: mask[:tokens])
     for grouped in (False, True):
-        block = adopted()
+        block = adopted(Gates)
         routed = block.experts.routed_experts
         if not grouped:
             routed.num_expert_group = routed.topk_group = None
@@ -391,10 +376,6 @@ def test_its_launch_is_timed_beside_vllms_router(in_python):
     assert choice.plugin_by_tokens[:4] == bytes([0, 1, 1, 0]) and in_python
 
 
-class OtherRouter(GroupedTopKRouter):
-    pass
-
-
 @pytest.mark.parametrize(
     "router",
     {
@@ -402,7 +383,7 @@ class OtherRouter(GroupedTopKRouter):
         "a table": lambda: with_bias(torch.rand(EXPERTS), hash_indices_table=torch.zeros(2)),
         "other scores": lambda: with_bias(torch.rand(EXPERTS), scoring_func="sqrtsoftplus"),
         "sigmoid without a bias": lambda: plain(None, scoring_func="sigmoid"),
-        "another class": lambda: OtherRouter(TOPK, EXPERTS, 4, 2),
+        "another class": lambda: type("OtherRouter", (GroupedTopKRouter,), {})(TOPK, EXPERTS, 4, 2),
         "none": object,
     }.items(),
     ids=lambda given: given[0],

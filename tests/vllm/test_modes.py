@@ -134,5 +134,5 @@ def test_expert_parallelism(parallel, expected):
 def test_shuffled_weights_that_are_loaded_again(engines, expected):
     """They are put in fragment order again."""
     job = engines.job(BLOCK, then=["reload", "reload"])
-    answer = engines.run({"it": job}, VLLM_ROCM_OPS_SHUFFLE="1")["it"]
+    answer = engines.run_one(job, VLLM_ROCM_OPS_SHUFFLE="1")
     assert answer["then"] == [answer["tokens"]] * 2 == [best(expected, BLOCK, answer["tokens"])] * 2

@@ -231,9 +231,8 @@ def job(engines):
             config = json.loads((folder / "config.json").read_text())
             config["quantization_config"]["ignored_layers"] += gates
             (folder / "config.json").write_text(json.dumps(config))
-        engine = {"compilation_config": {"custom_ops": ["none", "-rotary_embedding"]}}
-        asked = {"model": str(folder), "prompts": prompts_of(SEEDS[model]), "max_tokens": STEPS, "logprobs": None}
-        return asked | {"engine": engine, **options}
+        given = {"model": str(folder), "prompts": prompts_of(SEEDS[model])} | options
+        return engines.job((model, "block"), compiled=True, **given)
 
     return job
 
@@ -293,7 +292,6 @@ OTHERS = {
 
 
 def test_a_model_whose_experts_take_it(monkeypatch):
-    """All of its layers take it."""
     model, defined = Model(), []
     assert quantized_input.hidden_of(model) == HIDDEN
     monkeypatch.setattr(quantized_input, "ops_beside", lambda: defined.append(True))
@@ -316,8 +314,6 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_it_is_checked_and_timed_beside_two_launches(monkeypatch, fault):
-    """Each result is checked."""
-
     def run(*arguments):
         made, residual = quantized_input.OP.reference(*arguments), arguments[4]
         FAULTS[fault](*made, residual)

@@ -1,12 +1,10 @@
 """Test the plugin's MXFP4 experts around vLLM's that hold weights in a form of their own, and which of them are kept."""
 
-import inspect
-
 import pytest
 import torch
 from fakes import Fake, by_reference, plugin_wins_up_to, time_choices
 from linears import random
-from test_experts import EXPERTS, INNER, TOKENS, TOPK, Layer, close, config, inputs, parallel, routed, scheme, supports
+from test_experts import EXPERTS, INNER, TOKENS, Layer, close, config, inputs, keep, parallel, routed, scheme, supports
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as triton_kernels
@@ -22,7 +20,6 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import compat, coverage, seam
 from vllm_rocm_ops.vllm.moe import expert_support, mxfp4_experts
 from vllm_rocm_ops.vllm.moe.expert_support import log_unsupported
-from vllm_rocm_ops.vllm.selection import comparison, kernel_selection
 
 BACKENDS = mxfp4.Mxfp4MoeBackend
 GPT_OSS = {
@@ -81,30 +78,16 @@ class Held:
         monkeypatch.setattr(compat, "mx_scale", lambda precision: precision.weight_scale)
         if by_references:
             by_reference(monkeypatch, ops.fused_experts, ops.topk_softmax)
-        self.layer, self.calls, plain = Layer("mxfp4", "interleaved"), [], self.plain
+        self.layer = Layer("mxfp4", "interleaved")
         self.weights = [held(weight, layout) for weight in (self.layer.w1, self.layer.w2)]
         quant = self.layer.quant_config
         for of in (quant._w1, quant._w2):
             of.bias = of.bias.float()
             scale = torch.nn.functional.pad(of.scale, (0, 2), value=200) if padded else of.scale
             of.scale = Fake(weight_scale=held(in_tiles(scale), CDNA4MXScaleLayout()) if tiles else held(scale))
-        self.plugin, calls = plugin_of("TRITON", routes), self.calls
-        kept_class = mxfp4.backend_to_kernel_cls(BACKENDS.TRITON)[not routes]
-
-        class Kept(kept_class):
-            def apply(self, *given, **named):
-                given = inspect.signature(kept_class.apply).bind(self, *given, **named).arguments
-                calls.append((given["w1"], given["w2"]))
-                if routes:
-                    return plain(given["hidden_states"], *in_softmax(given["router_logits"]))
-                given["output"].copy_(plain(given["hidden_states"], given["topk_weights"], given["topk_ids"]))
-                return None
-
-        supports(monkeypatch, Kept)
-        monkeypatch.setattr(self.plugin, "baseline_class", staticmethod(lambda: Kept))
-        monkeypatch.setattr(comparison, "LARGEST_ERROR", 5.0)
-        kernel_selection.begin_recording()
-        self.kernel = mxfp4.make_mxfp4_moe_kernel(quant, config(**GPT_OSS), self.plugin, BACKENDS.TRITON)
+        plugin, theirs = plugin_of("TRITON", routes), mxfp4.backend_to_kernel_cls(BACKENDS.TRITON)[not routes]
+        self.calls = keep(monkeypatch, theirs, plugin, self.layer)
+        self.kernel = mxfp4.make_mxfp4_moe_kernel(quant, config(**GPT_OSS), plugin, BACKENDS.TRITON)
         self.experts, self.routes = self.kernel.fused_experts, routes
 
     def is_covered(self) -> bool:
@@ -123,9 +106,6 @@ class Held:
             given is held for call in self.calls for given, held in zip(call, self.weights)
         )
 
-    def plain(self, hidden, weights, ids):
-        return self.layer.plain(hidden, weights, ids).bfloat16()
-
     def call(self, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the result of a call, and the plain computation's."""
         hidden = inputs(tokens)
@@ -133,7 +113,7 @@ class Held:
         given["apply_router_weight_on_input"] = False
         if self.routes:
             logits = random(tokens, EXPERTS).bfloat16()
-            weights, ids = in_softmax(logits)
+            weights, ids = self.layer.in_softmax(logits)
             groups = dict.fromkeys(("num_expert_group", "topk_group", "e_score_correction_bias"))
             more = {"routed_scaling_factor": 1.0, "routing_sink": None}
             result = self.kernel.apply_monolithic(hidden, *self.weights, logits, **given, **groups, **more)
@@ -141,12 +121,6 @@ class Held:
             weights, ids = routed(tokens=tokens)
             result = self.kernel.apply(hidden, *self.weights, topk_weights=weights, topk_ids=ids, **given)
         return result, self.layer.plain(hidden, weights, ids)
-
-
-def in_softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gpt-oss's router: the largest logits, and their softmax."""
-    largest, ids = logits.float().topk(TOPK, 1)
-    return largest.softmax(1), ids
 
 
 @pytest.mark.parametrize("routes", [False, True])

@@ -7,7 +7,7 @@ import linears
 import pytest
 import torch
 from fakes import decide, parameter
-from linears import FEW, MANY, hold, random, require_products, require_sizes_won
+from linears import FEW, MANY, hold, one_rank, random, require_products, require_sizes_won  # noqa: F401
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.mxfp4 import emulation as mxfp4
 from vllm.model_executor.kernels.linear.mxfp8 import emulation as mxfp8
@@ -100,14 +100,12 @@ close = functools.partial(linears.close, most=0.01)  # the rounding to bf16
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(make, kind):
-    """Without a kernel of vLLM's, the op serves any number of tokens, in any number of dimensions, with a bias."""
     require_products(*make(kind), "mx_gemm", close)
 
 
 @pytest.mark.parametrize("fault", [None, "bias"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_serve_the_sizes_they_won(make, kind, fault, monkeypatch):
-    """A right kernel passes the check, and then serves where it is faster; one without a bias fails it."""
     kernel_selection.begin_recording()
     layer, kernel, exact = make(kind, Baseline)
     require_sizes_won(layer, kernel, exact, ops.mx_gemm, fault, monkeypatch)
@@ -134,12 +132,10 @@ def test_weights_stay_packed(make, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_scheme_of_vllms_loads_the_layer(kind, monkeypatch):
+def test_a_scheme_of_vllms_loads_the_layer(kind, one_rank, monkeypatch):  # noqa: F811
     """compressed-tensors names its parameters, and the kernel of another format on this CPU is switched off."""
     schemes = importlib.import_module("vllm.model_executor.layers.quantization.compressed_tensors.schemes")
-    for name in ("rank", "world_size"):
-        of_rank = f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}"
-        monkeypatch.setattr(of_rank, lambda value=int(name != "rank"): value)
+
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "RocmOpsMxfp8Linear")
     scheme = schemes.CompressedTensorsW8A8Mxfp8() if kind == "mxfp8" else schemes.CompressedTensorsW4A4Mxfp4()
     layer, (loaded, exact) = torch.nn.Module(), layer_of(kind)

@@ -1,21 +1,20 @@
 """Test the plugin's experts of packed MX-FP8 weights around vLLM's emulation: results, calls left to it, and selection."""
 
-import inspect
-
 import pytest
 import torch
 from fakes import Fake, by_reference, parameter, plugin_wins_up_to, time_choices
+from linears import ask_for_aiter
 from test_experts import (
     EXPERTS,
     HIDDEN,
     INNER,
     TOKENS,
     Layer,
-    ask_for_aiter,
     call,
     close,
     config,
     inputs,
+    keep,
     parallel,
     routed,
     supports,
@@ -32,7 +31,6 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import coverage, seam
 from vllm_rocm_ops.vllm.linear import mx_weights
 from vllm_rocm_ops.vllm.moe import mxfp8_experts
-from vllm_rocm_ops.vllm.selection import comparison, kernel_selection
 
 BACKENDS, EMULATION = fp8.Fp8MoeBackend, mxfp8_emulation_moe.Mxfp8EmulationTritonExperts
 MANY = 65
@@ -48,22 +46,10 @@ class Held:
     """A layer, vLLM's emulation, which keeps the weights of its calls, and the plugin's experts around it."""
 
     def __init__(self, monkeypatch, rest: str = "", nan: bool = False, **options):
-        self.layer, self.calls, calls = Layer("mx alone", rest), [], []
+        self.layer = layer = Layer("mx alone", rest)
         if nan:
-            self.layer.w2.view(torch.uint8)[EXPERTS - 1, HIDDEN - 1, INNER - 1] = 255
-        layer, self.calls = self.layer, calls
-
-        class Kept(EMULATION):
-            def apply(self, *given, **named):
-                given = inspect.signature(EMULATION.apply).bind(self, *given, **named).arguments
-                calls.append((given["w1"], given["w2"]))
-                routes = given["topk_weights"], given["topk_ids"]
-                given["output"].copy_(layer.plain(given["hidden_states"], *routes))
-
-        supports(monkeypatch, Kept)
-        monkeypatch.setattr(plugin(), "baseline_class", staticmethod(lambda: Kept))
-        monkeypatch.setattr(comparison, "LARGEST_ERROR", 5.0)
-        kernel_selection.begin_recording()
+            layer.w2.view(torch.uint8)[EXPERTS - 1, HIDDEN - 1, INNER - 1] = 255
+        self.calls = keep(monkeypatch, EMULATION, plugin(), layer)
         options = layer.rest | options
         self.activation = {"activation": options["activation"]} if "activation" in options else {}
         self.kernel = fp8.make_fp8_moe_kernel(layer.quant_config, config(**options), plugin(), BACKENDS.TRITON_MXFP8)
@@ -202,16 +188,12 @@ def test_packed_bytes_are_logged(monkeypatch, caplog):
     """By layers of experts and linear layers that keep them; none if vLLM has the layer."""
     one, module, linear = Held(monkeypatch), torch.nn.Module(), torch.nn.Module()
     module.quant_method = Fake(moe_kernel=one.kernel)
-    scales = one.layer.quant_config.w1_scale, one.layer.quant_config.w2_scale
-    for name, value in zip(
-        ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"), (one.layer.w1, one.layer.w2, *scales)
-    ):
-        setattr(module, name, parameter(value))
+    quant = one.layer.quant_config
+    module.w13_weight, module.w13_weight_scale = parameter(one.layer.w1), parameter(quant.w1_scale)
+    module.w2_weight, module.w2_weight_scale = parameter(one.layer.w2), parameter(quant.w2_scale)
     of_linear = type("RocmOpsLinear", (), {"comparison": mx_weights.COMPARISON, "order": "plain"})
-    linear.weight, linear.weight_scale = (
-        parameter(torch.zeros(64, 64, dtype=torch.uint8)),
-        parameter(torch.zeros(64, 4)),
-    )
+    linear.weight = parameter(torch.zeros(64, 64, dtype=torch.uint8))
+    linear.weight_scale = parameter(torch.zeros(64, 4))
     linear.quant_method = Fake(kernel=of_linear())
     values = EXPERTS * 3 * HIDDEN * INNER
     found = coverage.packed([torch.nn.ModuleList([module, linear, torch.nn.Linear(4, 4)])])

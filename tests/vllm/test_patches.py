@@ -60,7 +60,6 @@ def paths(patch: pathlib.Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def patched(source, tmp_path_factory) -> pathlib.Path:
-    """Return a copy with all patches."""
     package = copy(source, tmp_path_factory.mktemp("patched"))
     for patch in PATCHES:
         apply(patch, package.parent, OF_PACKAGE)

@@ -419,7 +419,6 @@ def test_vllms_fusion_pass_is_told_of_static_scales(configuration):
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_quantized_results_are_compared_dequantized(kind):
-    """Both results are compared in float32, dequantized."""
     query = rows(1).view(5, HEADS, SIZE)
     output, scale, groups = timing.outputs(kind, query)
     mla_v_up.quantize(query.flatten(1), output.flatten(1), scale, groups)
@@ -552,8 +551,8 @@ def starts(engines, tmp_path_factory):
         for _ in range(3):
             environment = {"VLLM_ROCM_OPS_TABLES": str(tables), "SLOW": slow}
             environment["VLLM_ROCM_OPS_SEAMS"] = "all,-norm,-activation"
-            answer = engines.run({"it": job(engines, flavour, folder)}, before=MEASURED, **environment)
-            answers.append((answer["it"], answer["output"], *records(tables)))
+            answer = engines.run_one(job(engines, flavour, folder), before=MEASURED, **environment)
+            answers.append((answer, answer["output"], *records(tables)))
         return answers
 
     return found

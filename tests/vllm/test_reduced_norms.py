@@ -184,7 +184,6 @@ def test_some_all_reduces_are_not_replaced(shared, choices):  # noqa: F811
 
 
 def test_what_a_compiled_graph_depends_on(shared):
-    """It depends on whether any all-reduce of the plugin serves."""
     fusion = rewrite.Fusion(get_current_vllm_config())
     uuids = [fusion.uuid()]
     for most in (0, 2):
@@ -340,7 +339,6 @@ def test_token_counts_to_time():
 
 @pytest.mark.usefixtures("compiled")
 def test_nothing_wins():
-    """Nothing is replaced."""
     assert both(lambda group: start(group, GroupClock(0))) == (*OFF, TOKENS)
 
 
@@ -397,7 +395,7 @@ def test_a_crash_while_timing_is_retried_once(compiled):
 
 
 def test_unsupported_groups_have_a_reason(monkeypatch):
-    """Each lack has its own reason."""
+
     config, timer = Fake(parallel_config=Fake(use_ubatching=False)), GroupClock(1)
 
     def unsupported_reason(clock: GroupClock | None = timer, ranks: int = 2) -> str:
@@ -457,19 +455,13 @@ def test_an_all_reduce_alone(shared):
     assert [all_reduce(other) for other in others] == ["vLLM's"] * 4
 
 
-def engine_of_two(engines, how: str, cache: str = "cache", **environment: str) -> dict:
+def engine_of_two(engines, how: str, cache: str) -> dict:
     """Return the answer of a compiled model on two ranks, where the plugin wins with fewer than five tokens."""
     job = engines.job(("llama", "token"), compiled=True)
     job["engine"] |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     before = FORKED + f"import on_cpu; on_cpu.measure(); on_cpu.reduce({how})\n"
-    environment |= {"VLLM_ROCM_OPS_TABLES": str(engines.folder / f"tables-{cache}")}
-    answers = engines.run({"it": job}, before=before, cache=cache, **environment)
-    return answers["it"] | {"output": answers["output"]}
-
-
-def one_launches(of_rank: dict) -> dict[str, int]:
-    """Return how often each all-reduce of the plugin was one launch."""
-    return {op: kernels["one launch"] for op, kernels in of_rank.items() if op.startswith("all_reduce")}
+    tables = str(engines.folder / f"tables-{cache}")
+    return engines.run_one(job, before=before, cache=cache, VLLM_ROCM_OPS_TABLES=tables)
 
 
 @pytest.mark.slow
@@ -484,25 +476,14 @@ def test_two_ranks_in_the_engine(engines, expected):
     layers, steps = checkpoints.LLAMA["num_hidden_layers"], STEPS - 1
     quantizes, last = "all_reduce_rms_norm_dynamic_per_token_quant", "all_reduce_fused_add_rms_norm"
     for rank in (found["stats"], *found["other_ranks"]):
-        assert one_launches(rank) == {quantizes: (2 * layers - 1) * steps, last: steps}
+        launches = {op: kernels["one launch"] for op, kernels in rank.items() if op.startswith("all_reduce")}
+        assert launches == {quantizes: (2 * layers - 1) * steps, last: steps}
     norms = sum(found["stats"]["rms_norm_dynamic_per_token_quant"].values())
     assert norms == 2 * layers * STEPS - (2 * layers - 1) * steps
     plugin, others = ([one for one in rank if one["shape"].startswith("all_reduce")] for rank in found["choices"])
     assert plugin == others and [one["ours"] for one in plugin] == [[1, 2, 3, 4]] * 3
     assert f"{quantizes}  256 bfloat16 residual 2-ranks" in found["output"]
     assert "in no graph" not in found["output"]
-
-
-@full  # by default test_two_ranks_in_the_engine has the plain model's tokens
-@pytest.mark.slow
-def test_two_ranks_without_fused_all_reduces(engines):
-    """A run that has twice the launches in steps of few tokens generates the same."""
-    found = engine_of_two(engines, "5", "cache-reduced")
-    plain = engine_of_two(engines, "5", VLLM_ROCM_OPS_SEAMS="-all_reduce")
-    assert found["tokens"] == plain["tokens"] and one_launches(plain["stats"]) == {}
-    assert plain["seams"]["all_reduce"] == "VLLM_ROCM_OPS_SEAMS=-all_reduce"
-    norms = sum(plain["stats"]["rms_norm_dynamic_per_token_quant"].values())
-    assert norms == 2 * checkpoints.LLAMA["num_hidden_layers"] * STEPS
 
 
 @full  # by default test_a_step_whose_rank_was_missing_fails has the message, without an engine

@@ -1,17 +1,16 @@
 """Test the launch that normalizes heads, rotates and writes the cache: its place in graphs, when it serves, and results."""
 
-import contextlib
-
 import checkpoints
+import fakes
 import on_cpu
 import pytest
 import test_selection
 import torch
 from engines import LOADED, STEPS
 from fakes import Fake, change, check_and_time, parameter, require_near, set_config, spoil
-from keys import key
 from marks import full
 from test_families import INSTALLED, NOT_ON_CPU
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm._aiter_ops import rocm_aiter_ops
 from vllm.config import CompilationConfig
@@ -130,7 +129,6 @@ def test_aiters_shuffled_cache_is_written(configuration, monkeypatch, normed, ca
 @pytest.mark.usefixtures("configuration")
 @pytest.mark.parametrize("part", ["query_out", "key_out", "key_cache", "value_cache"])
 def test_each_result_is_checked(part, monkeypatch):
-    """The launch is off if any of its results is wrong."""
     spoil(monkeypatch, NORMED, part)
     with pytest.raises(kernel_timing.Mismatch):
         check_and_time(Layer("TRITON_ATTN", True).front())
@@ -311,13 +309,8 @@ class Traced(torch.nn.Module):
 
 def traced(normed: bool, change: str = "") -> torch.fx.GraphModule:
     """Return the graph that vLLM's backend gets."""
-    graphs = []
-    torch._dynamo.reset()
     rows, table = torch.zeros(3, (HEADS + 2 * KV_HEADS) * SIZE).bfloat16(), torch.zeros(9, SIZE).bfloat16()
-    keep = lambda graph, inputs: (graphs.append(graph), lambda *_: ())[1]
-    with contextlib.suppress(IndexError), torch.no_grad():  # the result is empty
-        torch.compile(Traced(normed, change), backend=keep, fullgraph=True)(rows, torch.zeros(3).long(), table)
-    return graphs[0]
+    return fakes.traced(Traced(normed, change), rows, torch.zeros(3).long(), table)
 
 
 ALWAYS_SERVED = "", "a result that is not split"
@@ -460,16 +453,16 @@ def test_a_marker_computes_both_norms(configuration, monkeypatch):
     """In a trace it is one node, of the queries, keys and weights that vLLM's method got; outside vLLM's method runs."""
     monkeypatch.setattr(markers, "_normalize", [])
     monkeypatch.setattr(MiniMaxText01RMSNormTP, "forward_qk", staticmethod(MiniMaxText01RMSNormTP.forward_qk))
-    norms, graphs = Layer("TRITON_ATTN", TOGETHER).norms, []
+    norms = Layer("TRITON_ATTN", TOGETHER).norms
     rows = [torch.randn(3, heads * SIZE).bfloat16() for heads in (HEADS, KV_HEADS)]
     wanted = MiniMaxText01RMSNormTP.forward_qk(*norms, *rows)
 
     def traced() -> list:
         torch._dynamo.reset()
-        keep = lambda graph, inputs: (graphs.append(graph), graph)[1]
-        run = torch.compile(lambda q, k: MiniMaxText01RMSNormTP.forward_qk(*norms, q, k), backend=keep, fullgraph=True)
+        kept = EagerAndRecordGraphs()
+        run = torch.compile(lambda q, k: MiniMaxText01RMSNormTP.forward_qk(*norms, q, k), backend=kept, fullgraph=True)
         assert all(map(torch.equal, run(*rows), wanted))
-        return [node.target for node in graphs[-1].graph.nodes if node.op == "call_function"]
+        return [node.target for node in kept.graphs[0].graph.nodes if node.op == "call_function"]
 
     assert markers.BOTH_NORMS not in traced()
     for marks in (True, False):
@@ -634,13 +627,6 @@ def measured(engines, tmp_path_factory) -> tuple[dict, dict]:
 @pytest.mark.skipif(ON_GPU, reason="replaces the write of CPU caches")
 @pytest.mark.parametrize("what", on_cpu.WHAT)
 def test_what_was_measured_to_be_faster_serves(measured, what):
-    """It is compared with vLLM's compiled graph, once for all numbers of tokens. A wrong launch is off."""
-    answers, tables = measured
-    [record], shape = tables[what], "4:2x64/64 bfloat16 auto"
-    assert calls(answers[what], NORMED) == (LAYERS * STEPS if what == "faster" else 0)
-    if what == "wrong":
-        assert shape in record.off[NORMED.name]
-        return
-    timed = record.shapes[key(f"{NORMED.name} {shape} compiled")]
-    assert all(pair.plugin_us is not None and 0 < pair.error < 0.1 for pair in timed.values())
-    assert {*compiled_ops.TOKENS} <= {*timed}
+    answers, records = measured
+    shapes = {NORMED.name: "4:2x64/64 bfloat16 auto"}
+    on_cpu.check_measured(what, answers[what], *records[what], LAYERS * STEPS, shapes)

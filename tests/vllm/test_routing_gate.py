@@ -2,16 +2,14 @@
 
 import collections
 
-import checkpoints
 import pytest
 import torch
-from engines import STEPS, prompts_of
+from engines import STEPS, counted, prompts_of
 from fakes import Counting, Fake, plugin_wins_up_to, time_choices
+from linears import one_rank  # noqa: F401
 from marks import full
 from test_experts import EXPERTS, HIDDEN, ROUTERS, TOPK, Layer, call_with_logits, config, inputs, kernel, method, random
 from vllm import envs
-from vllm.model_executor import parameter
-from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
@@ -24,14 +22,6 @@ from vllm_rocm_ops.vllm.selection import kernel_selection
 pytestmark = pytest.mark.usefixtures("configuration", "one_rank")
 FUSED, SEPARATE = {"router_gemm_topk": 1}, {"grouped_topk": 1}
 FASTER = bytes([0, 1, 1, 1, 1])  # up to four tokens
-
-
-@pytest.fixture
-def one_rank(monkeypatch):
-    """Make linear layers without a process group."""
-    for module in (linear, parameter):
-        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
-        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
 
 
 class Moe(torch.nn.Module):
@@ -59,10 +49,10 @@ class Moe(torch.nn.Module):
     forward = _forward_impl
 
 
-def adopted(plugin: bytes = FASTER, **options) -> Moe:
-    """Return a layer whose gate routes for few tokens."""
+def adopted(make: type = Moe, plugin: bytes = FASTER, **options) -> torch.nn.Module:
+    """Return a layer, or a block around one, whose gate routes for few tokens."""
     kernel_selection.begin_recording()
-    layer = Moe(**options)
+    layer = make(**options)
     routing_gate.adopt([layer])
     keys = [one.key for one in kernel_selection.all_choices() if one.kernels.op is routing_gate.OP]
     kernel_selection.apply_decisions(kernel_selection.Decided({}, dict.fromkeys(keys, plugin)))
@@ -74,7 +64,7 @@ def called(run, *arguments) -> tuple[object, dict[str, int]]:
     vllm_rocm_ops.reset_stats()
     with torch.no_grad():
         result = run(*arguments)
-    counts = {op: sum(kernels.values()) for op, kernels in vllm_rocm_ops.stats().items()}
+    counts = counted(vllm_rocm_ops.stats())
     assert counts.pop("fused_experts", 1) == 1
     return result, counts
 
@@ -132,7 +122,6 @@ def test_logits_of_another_call_are_not_mistaken():
 
 
 def test_an_unread_gate_result_does_not_reach_the_next_layer():
-    """A gate whose result no experts read changes nothing for the next layer."""
     layers, hidden = [adopted(), adopted(router="Default")], inputs(2)
     alone = [called(layer, hidden)[0] for layer in layers]
     for order in ((0, 1), (1, 0), (0, 0)):
@@ -176,7 +165,7 @@ def test_padding_goes_to_no_expert(monkeypatch):
 def test_a_gate_that_never_wins_is_vllms():
     """Its class is vLLM's after its next call, and one that may win later stays."""
     for plugin, stays in ((bytes(5), False), (FASTER, True)):
-        layer = adopted(plugin)
+        layer = adopted(plugin=plugin)
         plain = type(layer.gate).__bases__[1]
         called(layer, inputs(9))
         assert (type(layer.gate) is plain) is not stays
@@ -216,10 +205,6 @@ def test_returns_what_vllms_gate_does():
             assert found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
-def other_gate(layer: Moe) -> None:
-    layer.gate.__class__ = type("Other", (type(layer.gate),), {})
-
-
 def experts_that_do_not_route(layer: Moe) -> None:
     experts = unquantized_experts.PLUGIN_EXPERTS[-1](layer.moe_config, layer.layer.quant_config)
     layer.routed_experts.quant_method.moe_kernel = Fake(fused_experts=experts)
@@ -230,7 +215,7 @@ STAY = {
     "fp32 logits": ({"out_dtype": torch.float32}, None),
     "fp16 weight": ({}, lambda layer: layer.gate.half()),
     "other experts": ({}, lambda layer: setattr(layer.gate, "weight", torch.nn.Parameter(layer.gate.weight[:4]))),
-    "a class of its own": ({}, other_gate),
+    "a class of its own": ({}, lambda layer: setattr(layer.gate, "__class__", type("Other", (type(layer.gate),), {}))),
     "no gate in the layer": ({}, lambda layer: setattr(layer, "gate", None)),
     "a gate with the shared experts'": ({}, lambda layer: setattr(layer, "_fse_fuse_gate", True)),
     "data parallel": ({}, lambda layer: vary(layer, dp_size=2)),
@@ -374,29 +359,25 @@ APART = "from vllm_rocm_ops.vllm.moe import routing_gate; routing_gate.adopt = l
 )
 def test_in_an_engine(engines, tmp_path, model):
     """Decode steps have the tokens of two launches, also compiled and reloaded; a wrong choice changes them."""
-    folder = engines.folder / f"{model}-gate"
-    checkpoints.build(folder, model, "bf16")
 
     def job(compiled: bool = False, **options):
-        engine = {"compilation_config": {"custom_ops": ["none" if compiled else "all", "-rotary_embedding"]}}
-        engine |= {} if compiled else {"enforce_eager": True}
-        asked = {"model": str(folder), "prompts": prompts_of(SEEDS[model]), "max_tokens": STEPS, "logprobs": None}
-        return asked | {"engine": engine, **options}
+        given = {"prompts": prompts_of(SEEDS[model]), "logprobs": None} | options
+        return engines.job((model, "bf16"), compiled, **given)
 
     then = [] if model == "minimax_m2" else ["reload"]  # whose weights vLLM cannot load again
     jobs = {"eager": job(then=then), "compiled": job(compiled=True)}
     planted = {"planted": job(fault={"op": "router_gemm_topk", "make": PLANTED})}
     found = engines.run(jobs | planted, before=MEASURED, VLLM_ROCM_OPS_TABLES=str(tmp_path / "with"))
-    apart = engines.run({"it": job()}, before=MEASURED + APART, VLLM_ROCM_OPS_TABLES=str(tmp_path / "apart"))["it"]
+    apart = engines.run_one(job(), before=MEASURED + APART, VLLM_ROCM_OPS_TABLES=str(tmp_path / "apart"))
     layers = {"deepseek": 2, "minimax_m2": 2}.get(model, 1)
     routing = "topk_softmax" if model in ("qwen3_moe", "minimax_m2") else "grouped_topk"
 
-    def counts(answer):
-        return {op: sum(answer["stats"].get(op, {}).values()) for op in ("router_gemm_topk", routing)}
+    def counts(answer) -> list[int]:
+        return [counted(answer["stats"]).get(op, 0) for op in ("router_gemm_topk", routing)]
 
-    assert counts(apart) == {"router_gemm_topk": 0, routing: layers * STEPS}
+    assert counts(apart) == [0, layers * STEPS]
     for mode in jobs:
-        assert counts(found[mode]) == {"router_gemm_topk": layers * (STEPS - 1), routing: layers}
+        assert counts(found[mode]) == [layers * (STEPS - 1), layers]
         assert found[mode]["tokens"] == apart["tokens"]
     tokens = {mode: answer["tokens"] for mode, answer in found.items() if mode != "output"}
     assert found["eager"]["then"] == [tokens["eager"]] * len(then) and tokens["planted"] != tokens["eager"]

@@ -84,7 +84,6 @@ def kernels(unmeasured, monkeypatch):
 
 
 def worker(model, mode=None, **passes) -> Fake:
-    """Return a worker that has loaded a model."""
     off = dict.fromkeys(("fuse_norm_quant", "fuse_act_quant", "fuse_allreduce_rms"), False)
     settings = Fake(pass_config=Fake(**off | passes), mode=mode, backend="inductor", static_forward_context={})
     config = {"model_config": Fake(get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16), "additional_config": {}}

@@ -62,7 +62,7 @@ def test_stale_compiled_graphs_are_not_run(engines, expected):
     def run(flavour: tuple[str, str], *names: str) -> dict:
         installed = f"from vllm_rocm_ops.vllm import seam\nseam.NAMES = {names}\n"
         job = engines.job(flavour, compiled=True)
-        return engines.run({"it": job}, before=installed, cache="stale", generates=True)["it"]
+        return engines.run_one(job, before=installed, cache="stale", generates=True)
 
     flavour = "llama", "bf16"
     assert run(flavour, "cpu_shims")["stats"] == {}
@@ -207,7 +207,6 @@ def test_vllm_knows_our_variables(monkeypatch):
     ],
 )
 def test_seams_are_kept_or_left_out_by_name(switch, wanted):
-    """VLLM_ROCM_OPS_SEAMS names seams to keep, or to leave out."""
     assert {name for name in seam.NAMES if seam.wanted(name, switch)} == wanted
 
 

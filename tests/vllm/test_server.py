@@ -194,29 +194,19 @@ def quick(request, monkeypatch):
         monkeypatch.setattr(server_load, "QUIET_WITHIN", 0.3)
 
 
-def of_some(change, after: int = 12):
-    """Return a change of the answers to whole requests after the lone runs."""
+def of_some(tokens=list, logprobs=list, reason: str = "length") -> FakeServer:
+    """Return a server that changes its answers to whole requests after the lone runs."""
     seen = []
 
     def changed(found: dict, body: dict) -> dict:
         seen.append(body)
-        if len(seen) > after and "choices" in found and "prompt_logprobs" not in body:
-            change(found["choices"][0])
+        if len(seen) > 12 and "choices" in found and "prompt_logprobs" not in body:
+            [choice] = found["choices"]
+            said = {"token_logprobs": logprobs(choice["logprobs"]["token_logprobs"])}
+            choice.update(token_ids=tokens(choice["token_ids"]), logprobs=said, finish_reason=reason)
         return found
 
-    return changed
-
-
-def other_tokens(choice: dict) -> None:
-    choice["token_ids"] = [BAD] * len(choice["token_ids"])
-
-
-def other_probabilities(choice: dict) -> None:
-    choice["logprobs"]["token_logprobs"][-1] -= 0.6
-
-
-def no_numbers(choice: dict) -> None:
-    choice["logprobs"]["token_logprobs"] = [float("nan")] * len(choice["token_ids"])
+    return FakeServer(changed)
 
 
 def test_a_server_that_is_right_is_right():
@@ -230,11 +220,15 @@ def test_a_server_that_is_right_is_right():
 @pytest.mark.parametrize(
     ("fake", "growing", "wrong"),
     [
-        (FakeServer(of_some(other_tokens)), 0, r"is 8\.50 less likely than the best, limit 0\.5"),
-        (FakeServer(of_some(other_probabilities)), 0, r"of token \d+ \(.*\) is -1\.100, alone it is -0\.500"),
-        (FakeServer(of_some(lambda choice: choice["token_ids"].pop())), 0, r"\d+ of \d+ tokens \("),
-        (FakeServer(of_some(lambda choice: choice.update(finish_reason="abort"))), 0, "which ends by abort"),
-        (FakeServer(of_some(no_numbers)), 0, "not finite"),
+        (of_some(tokens=lambda found: [BAD] * len(found)), 0, r"is 8\.50 less likely than the best, limit 0\.5"),
+        (
+            of_some(logprobs=lambda found: [*found[:-1], -1.1]),
+            0,
+            r"of token \d+ \(.*\) is -1\.100, alone it is -0\.500",
+        ),
+        (of_some(tokens=lambda found: found[:-1]), 0, r"\d+ of \d+ tokens \("),
+        (of_some(reason="abort"), 0, "which ends by abort"),
+        (of_some(logprobs=lambda found: [float("nan")] * len(found)), 0, "not finite"),
         (FakeServer(lambda found, body: {} if "error" in found else found), 0, "is answered by 400: {}"),
         (FakeServer(), 1.0, r"memory grew by \d+\.\d MiB, limit 5"),
     ],

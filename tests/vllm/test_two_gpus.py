@@ -97,11 +97,6 @@ utils.get_mp_context = multiproc_executor.get_mp_context
 """The two that vLLM lacks on CPU."""
 
 
-def tables_of(name: str) -> str:
-    """Return the folder of a run's measurements, which data-parallel ranks share."""
-    return f"tables-{'data' if name.startswith('data') else name}"
-
-
 def folder_of(engines, tiny: Tiny):
     path = engines.folder / f"two-ranks-{tiny.model}"
     return path if path.exists() else checkpoints.build(path, tiny.model, tiny.kind, **tiny.sizes)
@@ -111,7 +106,8 @@ def run(engines, name: str, port: int) -> dict:
     """Return the answer of an engine; of two data-parallel ranks one has one request, the other two."""
     tiny, options, more = RUNS[name]
     environment = {
-        "VLLM_ROCM_OPS_TABLES": str(engines.folder / tables_of(name)),
+        # data-parallel ranks share their measurements
+        "VLLM_ROCM_OPS_TABLES": str(engines.folder / f"tables-{'data' if name.startswith('data') else name}"),
         "VLLM_ROCM_OPS_ON_NVIDIA": "1",
         **more,
     }
@@ -131,8 +127,7 @@ def run(engines, name: str, port: int) -> dict:
         environment |= {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         before += "" if ON_GPU else COLLECTIVES
-    answers = engines.run({"it": job}, before=before, cache=f"cache-{name}", **environment)
-    return {**answers["it"], "output": answers["output"], "prompts": job["prompts"]}
+    return engines.run_one(job, before=before, cache=f"cache-{name}", **environment) | {"prompts": job["prompts"]}
 
 
 @pytest.fixture(scope="module")

@@ -183,27 +183,19 @@ def test_experts_take_hidden_states_that_the_norm_quantizes_where_that_is_faster
         assert [node.op for node in others if node.layer == "post-attention norm"] == ["fused_add_rms_norm"]
 
 
-def test_one_launch_is_beside_the_three_of_the_baseline():
-    lines = list(step_report.lines(DEEPSEEK, 8, None, [1], MI300X, 4096, lambda call, tokens: (3.0, 1, 0.25)))
-    [row] = (line for line in lines if line.startswith("q_a norm + kv_a norm + cache write"))
-    three = sum(node.us for node in nodes(DEEPSEEK) if node.layer in ("q_a norm", "kv_a norm", "cache write"))
-    assert f"  {three:.1f}, " in row and row.endswith("  3.0, predicted +-25%")
-
-
-def test_a_norm_with_two_outputs_is_beside_that_of_the_baseline():
-    lines = list(step_report.lines(DEEPSEEK, 1, None, [1], MI300X, 4096, lambda call, tokens: (3.0, 1, 0.25)))
-    [row] = (line for line in lines if line.startswith("post-attention norm"))
-    [one] = (node for node in nodes(DEEPSEEK) if node.layer == "post-attention norm")
-    assert (
-        "rms_norm_and_per_block_quant" in row and f"  {one.us:.1f}, " in row and row.endswith("  3.0, predicted +-25%")
-    )
-
-
-def test_one_launch_is_beside_the_two_of_the_baseline(monkeypatch):
-    lines = list(step_report.lines(LLAMA, 8, None, [1], MI300X, 4096, lambda call, tokens: (9.0, 1, 0.25)))
-    [row] = (line for line in lines if line.startswith("gate_up + SwiGLU"))
-    both = sum(node.us for node in nodes(LLAMA) if node.layer in ("gate_up", "SwiGLU"))
-    assert f"  {both:.1f}, predicted + published" in row and row.endswith("  9.0, predicted +-25%")
+@pytest.mark.parametrize(
+    ("config", "tp", "layer", "us", "has"),
+    [
+        (DEEPSEEK, 8, "q_a norm + kv_a norm + cache write", 3.0, ""),
+        (DEEPSEEK, 1, "post-attention norm", 3.0, "rms_norm_and_per_block_quant"),
+        (LLAMA, 8, "gate_up + SwiGLU", 9.0, ", predicted + published"),
+    ],
+)
+def test_one_launch_is_beside_those_of_the_baseline(config, tp, layer, us, has):
+    lines = list(step_report.lines(config, tp, None, [1], MI300X, 4096, lambda call, tokens: (us, 1, 0.25)))
+    [row] = (line for line in lines if line.startswith(layer))
+    theirs = sum(node.us for node in nodes(config) if node.layer in layer.split(" + "))
+    assert f"  {theirs:.1f}, " in row and has in row and row.endswith(f"  {us}, predicted +-25%")
 
 
 def test_times_of_a_profiler_lose_what_it_adds():
@@ -272,15 +264,10 @@ def test_bytes_are_those_of_the_keys_and_of_the_experts_that_are_hit():
 
 def test_experts_of_the_model_are_scaled_to_random_routing():
     """The model's tokens go to all experts in turn: 32 tokens hit all 256, at random 63.8 %."""
-    made = nodes(DEEPSEEK, "plugin", tokens=32, known=lambda call, tokens: (100.0, 4, None))
-    [experts] = (node for node in made if node.layer == "experts")
-    assert experts.us == pytest.approx(100 * (1 - (31 / 32) ** 32))
-    [one] = (
-        node
-        for node in nodes(DEEPSEEK, "plugin", known=lambda call, tokens: (100.0, 4, None))
-        if node.layer == "experts"
-    )
-    assert one.us == pytest.approx(100)
+    for tokens, share in ((32, 1 - (31 / 32) ** 32), (1, 1)):
+        made = nodes(DEEPSEEK, "plugin", tokens=tokens, known=lambda call, tokens: (100.0, 4, None))
+        [experts] = (node for node in made if node.layer == "experts")
+        assert experts.us == pytest.approx(100 * share)
 
 
 def test_all_reduces_grow_with_their_bytes():
@@ -434,12 +421,7 @@ def test_frozen_times_are_those_of_the_side_with_the_plugin():
     [node] = (node for node in made if node.layer == "q_b")
     found = values[frozen.key("MI300X", call, 8)]
     assert any(known(call, 1) != known(call, 8) for call in model_layers.calls(DEEPSEEK, 8))
-    assert (node.us, node.launches, node.band, node.kind) == (
-        found["us"],
-        found["launches"],
-        found["band"],
-        "predicted",
-    )
+    assert (node.us, node.launches, node.band) == tuple(found[name] for name in ("us", "launches", "band"))
     assert all(node.kind == "predicted" for node in made if node.op)
     with pytest.raises(ValueError, match="tokens must be one of .* for frozen predictions of MI300X, got 16"):
         nodes(DEEPSEEK, "plugin", tokens=16, known=known)
