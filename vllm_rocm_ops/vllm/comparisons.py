@@ -15,7 +15,7 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention import (
-    gated_delta_net_timing,
+    gated_delta_net_comparison,
     mla_absorb,
     mla_pre_attention,
     mla_rotation,
@@ -35,7 +35,7 @@ RECORDED = {
     ops.batched_gemm_rope: lambda *call: [mla_rotation.shape_of(*call)],
     ops.rope_and_cache: rope_pre_attention.shapes_of,
     ops.qk_norm_rope_and_cache: rope_pre_attention.shapes_of,
-    ops.gated_delta_net_decode: gated_delta_net_timing.shapes_of,
+    ops.gated_delta_net_decode: gated_delta_net_comparison.shapes_of,
 }
 """Functions that return the shapes under which a model's call may have been timed, from its parameters and dtype."""
 ATTENTION = ops.paged_attention_decode, ops.mla_decode

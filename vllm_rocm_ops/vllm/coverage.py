@@ -18,7 +18,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.core.quantization import MX_BLOCK
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import gated_delta_net_layer as delta_net
+from vllm_rocm_ops.vllm.attention import gated_delta_net_core as delta_net
 from vllm_rocm_ops.vllm.attention import rope_pre_attention
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, model_queries

@@ -257,7 +257,7 @@ def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Calla
     others = tuple(filter(None, [decide(config, decided) for decide in compiled_ops.deciders]))
     decisions = compiled_ops.decide(comparisons, decided)
     for choice in comparisons:
-        choice.take(decisions[choice.pattern])
+        choice.apply_decision(decisions[choice.pattern])
     patterns = {
         comparison.producer: comparison.pattern
         for comparison in comparisons

@@ -14,7 +14,7 @@ out_proj gets a quantized input where its kernel accepts one with a static scale
 are a head (graph/input_quantization.py). A scale per token is one of all heads: such layers get 16 bits.
 
 Selected once for all token counts, before vLLM compiles (compiled_ops.py): where one launch was timed to be faster than
-vLLM's own launches (gated_delta_net_timing.py), or wherever it fits with VLLM_ROCM_OPS_ATTENTION=1.
+vLLM's own launches (gated_delta_net_comparison.py), or wherever it fits with VLLM_ROCM_OPS_ATTENTION=1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import split
-from vllm_rocm_ops.vllm.attention.gated_delta_net_layer import CLASS, adopt, gated_delta_net, plain_of
+from vllm_rocm_ops.vllm.attention.gated_delta_net_core import CLASS, adopt, gated_delta_net, plain_of
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 from vllm_rocm_ops.vllm.moe import expert_support
 
@@ -68,7 +68,7 @@ def parts(model: torch.nn.Module, compiles: bool) -> Iterator[compiled_ops.Layer
     """Yield the layers of a model that the op may serve. Its class is not imported for models without it."""
     from vllm.config import get_current_vllm_config
 
-    from vllm_rocm_ops.vllm.attention.gated_delta_net_timing import GatedDeltaNetPart
+    from vllm_rocm_ops.vllm.attention.gated_delta_net_comparison import GatedDeltaNetPart
 
     plain = getattr(sys.modules.get(MODULE), CLASS, None)
     if plain is None:

@@ -119,7 +119,7 @@ class MlaPreAttention(compiled_ops.LayerPart):
 
     # For timing
 
-    def take(self, plugin_serves: bool) -> None:
+    def apply_decision(self, plugin_serves: bool) -> None:
         self.layer.rocm_ops_pre_attention = self if plugin_serves or self.decoder.is_forced else None
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
@@ -144,7 +144,7 @@ class MlaPreAttention(compiled_ops.LayerPart):
             return None
         return outs[0], static if scales is None else scales, *outs[1:], cache
 
-    def computed(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    def graph_outputs(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
         """Return q, its scale, kv and k_pe by vLLM's layers, as its compiler sees them.
 
         The rotation has a single key head.
@@ -158,12 +158,12 @@ class MlaPreAttention(compiled_ops.LayerPart):
         _, k_pe = self.layer.rotary_emb.forward_native(positions, k_pe, k_pe)
         return q, scale, kv, k_pe.squeeze(1)
 
-    def completed(self, computed: tuple, qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
+    def baseline_outputs(self, of_graph: tuple, qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         """Write the cache by vLLM's backend, and return the results and the cache."""
-        *_, kv, k_pe = computed
+        *_, kv, k_pe = of_graph
         where = slots, self.attn.kv_cache_dtype, self.attn._k_scale
         self.attn.impl.do_kv_cache_update(kv, k_pe.unsqueeze(1), cache, *where)
-        return *computed, cache
+        return *of_graph, cache
 
     def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
         q, scale, kv, k_pe, cache = output

@@ -120,7 +120,7 @@ class QueryRotation(LayerPart):
 
     # For timing
 
-    def take(self, plugin_serves: bool) -> None:
+    def apply_decision(self, plugin_serves: bool) -> None:
         self.attn.__dict__.pop("forward_impl", None)
         self.decoder.rotation = self if plugin_serves or self.decoder.is_forced else None
         if self.decoder.rotation is not None:
@@ -155,11 +155,11 @@ class QueryRotation(LayerPart):
             served = self.op.run_kernels(*given) is not None
         return (q_pe, None if q_nope is None else out) if served else None
 
-    def computed(self, q_pe: Tensor, positions: Tensor) -> Tensor:
+    def graph_outputs(self, q_pe: Tensor, positions: Tensor) -> Tensor:
         """Return the rotated q_pe by vLLM's layer, as its compiler sees it."""
         return self.pre_attention.layer.rotary_emb.forward_native(positions, q_pe, q_pe[:, :1])[0]
 
-    def completed(self, rotated: Tensor, q_pe: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def baseline_outputs(self, rotated: Tensor, q_pe: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return q_pe and the product by `batched_gemm`, or by torch.bmm where no kernel supports it."""
         if q_nope is None:
             return rotated, None

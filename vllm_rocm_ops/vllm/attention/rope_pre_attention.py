@@ -165,7 +165,7 @@ class RopePreAttention(LayerPart):
 
     # For timing
 
-    def take(self, plugin_serves: bool) -> None:
+    def apply_decision(self, plugin_serves: bool) -> None:
         """Have vLLM's graph mark the rotation, if the op serves all layers that share the rotation's module.
 
         Layers with a kernel of their own for norms and rotation, as Qwen3-Next's on CUDA, then call their modules instead.
@@ -200,7 +200,7 @@ class RopePreAttention(LayerPart):
         done, q, k = self.run(self.op.run_kernels, qkv, positions, slots, cache)
         return None if done is None else (q, k, cache)
 
-    def computed(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def graph_outputs(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Return q and k by vLLM's layers, as its compiler sees them, and a copy of the gate if there is one."""
         positions = self.model_positions(positions)
         if self.has_own_kernel:
@@ -215,7 +215,7 @@ class RopePreAttention(LayerPart):
         query, _, size = self.heads
         return *rotated, qkv[:, : 2 * query * size].unflatten(1, (query, -1))[..., size:].flatten(1)
 
-    def completed(self, rotated: tuple[Tensor, ...], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
+    def baseline_outputs(self, rotated: tuple[Tensor, ...], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         """Write the cache by vLLM's backend, and return q, k and the cache."""
         q, k = (x.unflatten(1, (-1, self.heads[2])) for x in rotated[:2])
         self.attn.impl.do_kv_cache_update(self.attn, k, self.parts(qkv)[2], cache, slots)

@@ -83,7 +83,8 @@ def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor
 class LayerPart(RowComparison):
     """The part of an attention layer that an op serves, and its comparison with vLLM's layers.
 
-    Subclasses define `computed(x, positions)`, which vLLM compiles, and `completed(computed, x, *others)`, which follows.
+    Subclasses define `graph_outputs(x, positions)`, which vLLM compiles, and `baseline_outputs(of_graph, x, *others)`, which has what
+    runs after it.
     """
 
     def name(self, shape: str, baseline: Baseline) -> None:
@@ -93,12 +94,15 @@ class LayerPart(RowComparison):
     def runs_unmeasured(self) -> bool:
         return self.decoder.is_forced
 
-    def baseline(self, x: Tensor, positions: Tensor, *others):
-        return self.completed(self.computed(x, positions), x, *others)
+    def by_vllm(self, graph: Callable, x: Tensor, positions: Tensor, *others):
+        return self.baseline_outputs(graph(x, positions), x, *others)
+
+    def baseline(self, *given):
+        return self.by_vllm(self.graph_outputs, *given)
 
     def compiled(self, compiles: Callable) -> Callable:
-        graph = functools.cache(lambda: compiles()(self.computed))
-        return lambda x, positions, *others: self.completed(graph()(x, positions), x, *others)
+        graph = functools.cache(lambda: compiles()(self.graph_outputs))
+        return lambda *given: self.by_vllm(graph(), *given)
 
 
 class QuantComparison(RowComparison):
@@ -206,7 +210,7 @@ class QuantComparison(RowComparison):
         """True if the op runs before timing: unless a vLLM pass fuses the quantization."""
         return not self.key.baseline.is_fused
 
-    def take(self, plugin_serves: bool) -> None:
+    def apply_decision(self, plugin_serves: bool) -> None:
         """Do nothing: a graph's pass reads the decision from `choices`."""
 
 

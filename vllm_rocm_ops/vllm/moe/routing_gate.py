@@ -182,7 +182,7 @@ def routing_of(layer: torch.nn.Module) -> ExpertsRouting | VllmRouting | None:
     return None if experts is None else vllm_routing.routing_of(layer)
 
 
-def refusal(layer: torch.nn.Module, gate: gate_calls.Gate) -> str:
+def unsupported_reason(layer: torch.nn.Module, gate: gate_calls.Gate) -> str:
     """Return why the op does not compute an MoE layer's gate, empty if it does. The experts must be the plugin's."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -228,7 +228,7 @@ def adopt(models: Iterable[torch.nn.Module]) -> None:
         if expert_support.serving_experts(layer.routed_experts) is None:
             continue
         routing = routing_of(layer)
-        if why := refusal(layer, gate) if routing else "gates of layers whose router is another than vLLM's top-k":
+        if why := unsupported_reason(layer, gate) if routing else "gates of layers whose router is another than vLLM's top-k":
             expert_support.log_unsupported(why, "gates of MoE layers")
         else:
             adopt_gate(gate, routing)

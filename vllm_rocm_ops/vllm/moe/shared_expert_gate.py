@@ -79,7 +79,7 @@ def plain_of(layer: torch.nn.Module) -> type:
     return type(layer).__bases__[1] if isinstance(layer, GatedActivation) else type(layer)
 
 
-def refusal(layer: torch.nn.Module, dtype: torch.dtype) -> str:
+def unsupported_reason(layer: torch.nn.Module, dtype: torch.dtype) -> str:
     """Return why the op does not compute a shared expert's gate, empty if it does."""
     from vllm import envs
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -152,7 +152,7 @@ class SharedGateComparison(QuantComparison):
         """True: nothing of vLLM's fuses the gate."""
         return True
 
-    def take(self, plugin_serves: bool) -> None:
+    def apply_decision(self, plugin_serves: bool) -> None:
         plain = plain_of(self.layer)
         self.layer.__class__ = gated_activation(plain) if plugin_serves else plain
 
@@ -171,7 +171,7 @@ def gates(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:
         if getattr(layer, "expert_gate", None) is None or not is_eager or not model_queries.is_gated(layer):
             continue
         dtype = get_current_vllm_config().model_config.dtype
-        if why := refusal(layer, dtype):
+        if why := unsupported_reason(layer, dtype):
             expert_support.log_unsupported(why, "gates of shared experts")
             continue
         columns = model_queries.width(layer.down_proj)
