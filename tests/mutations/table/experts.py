@@ -61,7 +61,7 @@ BUGS = (
         "if w1 is None:", Tests("test_mxfp8_experts.py::test_weights_with_nan_are_vllms")),
     Bug("vLLM copies weights", "vllm/moe/mxfp8_experts.py", "made.backend = backends.TRITON_MXFP8", "made.backend = backends.EMULATION",
         Tests("test_mxfp8_experts.py::test_layers_that_vllm_emulates_are_the_plugins")),
-    Bug("copies by PyTorch", "vllm/moe/base.py", "*self.baseline_weights(*self.op_weights(w1, w2)),", "w1, w2,",
+    Bug("copies by PyTorch", "vllm/moe/base.py", "self.baseline_weights(*self.op_weights(a.w1, a.w2))", "a.w1, a.w2",
         Tests("test_mxfp8_experts.py::test_kernels_read_packed_weights")),
     Bug("any groups taken", "vllm/moe/wna16_experts.py", "if any(size % group for size in sizes)", "if not group",
         Tests("test_experts.py::test_int4_layers_are_refused_with_a_reason")),

@@ -20,6 +20,7 @@ traces the layer, there is no baseline, and the op's reference runs.
   `shared_experts` is unused here. With expert parallelism the layer stays AITER's.
 """
 
+import collections
 import sys
 import types
 from collections.abc import Callable
@@ -57,6 +58,7 @@ APPLY = (
     "apply_router_weight_on_input",
 )
 """The parameters of `FusedMoEExpertsModular.apply`."""
+ApplyArguments = collections.namedtuple("ApplyArguments", APPLY)
 
 
 def op_arguments(
@@ -329,56 +331,28 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
         def finalize_weight_and_reduce_impl(self):
             return TopKWeightAndReduceNoOP()
 
-        def apply(
-            self,
-            output,
-            hidden_states,
-            w1,
-            w2,
-            topk_weights,
-            topk_ids,
-            activation,
-            global_num_experts,
-            expert_map,
-            a1q_scale,
-            a2_scale,
-            workspace13,
-            workspace2,
-            expert_tokens_meta,
-            apply_router_weight_on_input,
-        ):
+        def apply(self, *arguments, **named):
+            a = ApplyArguments(*arguments, **named)
+
             def baseline() -> Tensor:
-                quantized, scale = hidden_states, a1q_scale
+                quantized, scale = a.hidden_states, a.a1q_scale
                 if self.expects_unquantized_inputs:
                     defers = self.baseline.expects_unquantized_inputs
-                    quantized, scale = _quantize_input(hidden_states, self.quant_config, defers)
-                self.baseline.apply(
-                    output,
-                    quantized,
-                    *self.baseline_weights(*self.op_weights(w1, w2)),
-                    topk_weights,
-                    topk_ids,
-                    activation,
-                    global_num_experts,
-                    self.baseline_expert_map(expert_map),
-                    scale,
-                    a2_scale,
-                    workspace13,
-                    workspace2,
-                    expert_tokens_meta,
-                    apply_router_weight_on_input,
-                )
-                return output
+                    quantized, scale = _quantize_input(a.hidden_states, self.quant_config, defers)
+                w1, w2 = self.baseline_weights(*self.op_weights(a.w1, a.w2))
+                given = a._replace(hidden_states=quantized, w1=w1, w2=w2, a1q_scale=scale)
+                self.baseline.apply(*given._replace(expert_map=self.baseline_expert_map(a.expert_map)))
+                return a.output
 
             # With apply_router_weight_on_input vLLM has already multiplied the input by the weights.
-            weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+            weights = torch.ones_like(a.topk_weights) if a.apply_router_weight_on_input else a.topk_weights
             fallback = None if self.baseline is None else baseline
-            ids = topk_ids if expert_tokens_meta is None else mask_spare_rows(topk_ids, expert_tokens_meta)
-            routed = hidden_states, *self.op_weights(w1, w2), weights, ids
-            options = expert_map, False, activation, global_num_experts
-            result = run(self, fallback, *routed, *options, a1q_scale, output.dtype)
-            if result is not output:
-                output.copy_(result)
+            ids = a.topk_ids if a.expert_tokens_meta is None else mask_spare_rows(a.topk_ids, a.expert_tokens_meta)
+            routed = a.hidden_states, *self.op_weights(a.w1, a.w2), weights, ids
+            options = a.expert_map, False, a.activation, a.global_num_experts
+            result = run(self, fallback, *routed, *options, a.a1q_scale, a.output.dtype)
+            if result is not a.output:
+                a.output.copy_(result)
 
     return with_attributes(RocmOpsExperts, name, schemes, oracle, backend)
 

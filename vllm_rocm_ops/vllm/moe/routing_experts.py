@@ -6,6 +6,7 @@ that is faster (routing_gate.py). Left to vLLM's router: expert load balancing, 
 layers, and unsupported calls.
 """
 
+import collections
 import inspect
 
 import torch
@@ -37,7 +38,8 @@ APPLY = (
     *("apply_router_weight_on_input", "num_expert_group", "e_score_correction_bias", "routed_scaling_factor"),
     "topk_group",
 )
-"""The parameters of `FusedMoEExpertsMonolithic.apply`."""
+"""The parameters of `FusedMoEExpertsMonolithic.apply`, of which the last four have defaults; a newer vLLM has one more."""
+ApplyArguments = collections.namedtuple("ApplyArguments", (*APPLY, "routing_replay_out"), defaults=(None,) * 5)
 
 
 def route(
@@ -192,34 +194,19 @@ def monolithic(modular: type) -> type:
             alone = config.dp_size == 1 and not config.use_all2all_kernels
             return experts.Predicates._supports_parallel_config(config) and alone and not config.enable_eplb
 
-        def apply(
-            self,
-            hidden_states,
-            w1,
-            w2,
-            router_logits,
-            activation,
-            global_num_experts,
-            expert_map,
-            a1q_scale,
-            apply_router_weight_on_input,
-            num_expert_group=None,
-            e_score_correction_bias=None,
-            routed_scaling_factor=None,
-            topk_group=None,
-            routing_replay_out=None,
-        ):
-            scale = 1.0 if routed_scaling_factor is None else routed_scaling_factor
-            groups = num_expert_group, topk_group, e_score_correction_bias, scale
-            weights, ids = route(self.method, self.topk, router_logits, *groups, has_baseline=self.baseline is not None)
+        def apply(self, *arguments, **named):
+            a = ApplyArguments(*arguments, **named)
+            scale = 1.0 if a.routed_scaling_factor is None else a.routed_scaling_factor
+            groups = a.num_expert_group, a.topk_group, a.e_score_correction_bias, scale
+            chosen = route(self.method, self.topk, a.router_logits, *groups, has_baseline=self.baseline is not None)
+            routed = a.hidden_states, a.w1, a.w2, *chosen
 
             def baseline() -> Tensor:
-                options = activation, global_num_experts, expert_map, apply_router_weight_on_input
-                return self.baseline.apply(hidden_states, w1, w2, weights, ids, *options)
+                options = a.activation, a.global_num_experts, a.expert_map, a.apply_router_weight_on_input
+                return self.baseline.apply(*routed, *options)
 
             fallback = None if self.baseline is None else baseline
-            routed = hidden_states, w1, w2, weights, ids
-            options = expert_map, apply_router_weight_on_input, activation, global_num_experts
+            options = a.expert_map, a.apply_router_weight_on_input, a.activation, a.global_num_experts
             return experts.run(self, fallback, *routed, *options)
 
     RocmOpsRoutingExperts.__name__ = RocmOpsRoutingExperts.__qualname__ = modular.__name__.replace("Ops", "OpsRouting")
