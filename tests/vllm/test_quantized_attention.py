@@ -356,7 +356,7 @@ def made(takes_scale: bool, baseline_always_serves: bool = False, quantizes: boo
             return output
 
     plain = type("Impl", (attention.DecodeImpl, Baseline), {"__init__": lambda self: None})
-    impl = (quantized_attention.quantizing(plain) if quantizes else plain)()
+    impl = (seam.mixed(quantized_attention.QuantizingImpl, plain) if quantizes else plain)()
     impl.rocm_ops = fake_decoder(serve=lambda *_: False, baseline_always_serves=lambda: baseline_always_serves)
     impl.rocm_ops.quantized = "?"
     return impl, calls

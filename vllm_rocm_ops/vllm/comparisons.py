@@ -5,7 +5,6 @@ The commands know a model's call by op and arguments. For them each entry also h
     limit                        the token limit of the plugin's kernel before timing
     by_attention                 whether it serves only if timed, or with VLLM_ROCM_OPS_ATTENTION=1
     layers_of(a)                 the layer descriptions under which a call with these arguments may have been timed
-    exact_of(a, rows, columns)   these rows and columns of the call's result, in float32
 """
 
 import torch

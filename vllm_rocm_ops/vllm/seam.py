@@ -17,6 +17,7 @@ ops' references run.
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import logging
@@ -126,6 +127,17 @@ def replace(op_class: type, plugin: type) -> type:
     op_class.register_oot(plugin)
     plugin.name = op_class.name
     return plugin
+
+
+@functools.cache
+def mixed(mixin: type, plain: type) -> type:
+    """Return the plugin's subclass of a class of vLLM's, with the same name."""
+    return type(plain.__name__, (mixin, plain), {"__module__": plain.__module__})
+
+
+def plain_of(module: object, mixin: type) -> type:
+    """Return vLLM's class of an object, which may have the plugin's, `mixed`."""
+    return type(module).__bases__[1] if isinstance(module, mixin) else type(module)
 
 
 def log_off(level: int, what: str, reason: str) -> None:

@@ -14,6 +14,7 @@ from vllm_rocm_ops.core import correctness
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.clock import Clock, tensor_bytes
 from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.quantization import MX
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
@@ -112,30 +113,31 @@ def made_case(name: str, dtype: torch.dtype, arguments: Callable, *sizes) -> Cas
 
 ROWS = tuple(2**i for i in range(12))
 HIDDEN = (16384, 7168)  # Llama-3.1-405B and DeepSeek-V3
-NORM = True, 1e-6  # with a residual
-ROW_OPS: dict[Op, tuple] = {
-    ops.fused_add_rms_norm: (model_arguments.norm, *NORM),
-    ops.fused_add_rms_norm_static_fp8_quant: (model_arguments.static_norm, *NORM),
-    ops.rms_norm_dynamic_per_token_quant: (model_arguments.token_norm, *NORM),
-    ops.rms_norm_per_block_quant: (model_arguments.block_norm, *NORM),
-    ops.rms_norm_and_per_block_quant: (model_arguments.both_norm, *NORM),
-    ops.silu_and_mul: (model_arguments.activation,),
-    ops.silu_and_mul_quant: (model_arguments.static_activation,),
-    ops.silu_and_mul_per_token_quant: (model_arguments.dynamic_activation,),
-    ops.silu_and_mul_per_block_quant: (model_arguments.dynamic_activation,),
-    ops.sigmoid_and_mul_quant: (model_arguments.static_gate, 256),
-    ops.sigmoid_and_mul_per_token_quant: (model_arguments.dynamic_gate, 256),
-    ops.sigmoid_and_mul_per_block_quant: (model_arguments.dynamic_gate, 256),
+ROW_OPS = {
+    **dict.fromkeys(
+        (
+            ops.fused_add_rms_norm,
+            ops.fused_add_rms_norm_static_fp8_quant,
+            ops.rms_norm_dynamic_per_token_quant,
+            ops.rms_norm_per_block_quant,
+            ops.rms_norm_and_per_block_quant,
+        ),
+        (True, 1e-6),
+    ),
+    **{op: () for kind, (op, _) in model_layers.ACTIVATIONS.items() if kind != MX},
+    **{op: (256,) for kind, (op, _) in model_layers.GATES.items() if kind != MX},
 }
+"""Ops, with the parameters of their calls after the columns: whether a norm adds a residual, and epsilon; a gate's head size."""
 
 
 def rows(tokens: Iterable[int] = ROWS, dtype: torch.dtype = torch.bfloat16) -> Iterator[Shape]:
     """Yield norms and activations. Raises ValueError for an unsupported dtype."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"the dtype of rows must be bfloat16 or float16, got {dtype}")
-    for (op, (arguments, *parameters)), h, m in itertools.product(ROW_OPS.items(), HIDDEN, tokens):
+    for (op, parameters), h, m in itertools.product(ROW_OPS.items(), HIDDEN, tokens):
         name = f"{m}x{h} {str(dtype).removeprefix('torch.')}"
-        yield Shape(op, made_case(name, dtype, arguments, m, h, *parameters), {"rows": m, "hidden": h}, beside_vllm)
+        case = made_case(name, dtype, model_layers.ARGUMENTS[op], m, h, *parameters)
+        yield Shape(op, case, {"rows": m, "hidden": h}, beside_vllm)
 
 
 SHARED_EXPERTS = {"qwen3-next tp1": (512, 2048), "qwen3-next tp4": (128, 2048), "qwen3.5-397b tp1": (1024, 4096)}

@@ -145,16 +145,12 @@ class MlaAbsorb(LayerComparison):
             torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
         return out.flatten(1)
 
-    def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        by_head, weights = arguments
-        products = torch.bmm(by_head[rows].float().transpose(0, 1), weights.float())
-        return products.transpose(0, 1).flatten(1)[:, columns]
-
     def layers_of(self, a):
         return [(a.weights, a.x.dtype)]
 
     def exact_of(self, a, rows, columns):
-        return self.exact((a.x, a.weights), None, rows, columns)
+        products = torch.bmm(a.x[rows].float().transpose(0, 1), a.weights.float())
+        return products.transpose(0, 1).flatten(1)[:, columns]
 
 
 COMPARISON = MlaAbsorb()

@@ -88,12 +88,6 @@ class QuantizingImpl:
         return super().fused_output_quant_supported(quant_key) or fuses
 
 
-@functools.cache
-def quantizing(plain: type) -> type:
-    """Return the subclass of an implementation's class."""
-    return type(plain.__name__, (QuantizingImpl, plain), {"__module__": plain.__module__})
-
-
 def wins(decoder, quantized: str, decided: Decided, beside: Baseline) -> bool | None:
     """True if the plugin won against a baseline at some batch size at every context length. None if it was not timed."""
     layer, longest = (decoder.op.name, decoder.describe(), beside), decoder.config.model_config.max_model_len
@@ -125,7 +119,7 @@ def kinds_of_heads(decoder, layer: torch.nn.Module, decided: Decided) -> frozens
     found = frozenset(quantized for quantized in OUTPUTS if may_quantize(decoder, quantized, decided))
     impl, decoder.quantized_contexts = decoder.impl, (AgainstTwoLaunches,)
     if found and not isinstance(impl, QuantizingImpl):
-        impl.__class__ = quantizing(type(impl))
+        impl.__class__ = seam.mixed(QuantizingImpl, type(impl))
     if isinstance(impl, QuantizingImpl):
         impl.rocm_ops_kinds = found
     return found

@@ -152,11 +152,10 @@ class QuantComparison(RowComparison):
         if self.is_norm:
             given |= {"weight": self.producer.weight.data, "epsilon": self.producer.variance_epsilon}
             given |= {"one_plus_weight": self.one_plus}
-        output = self.run(given)
-        return None if output is None else (*output, residual)
+        return self.run(given, residual)
 
-    def run(self, given: dict[str, object]) -> tuple | None:
-        """Return the op's results, a static scale included, or None where no kernel supports the call."""
+    def run(self, given: dict[str, object], residual: Tensor | None = None) -> tuple | None:
+        """Return the op's results, a static scale included, and the residual, or None where no kernel supports the call."""
         from vllm_rocm_ops.vllm.graph import fused_quant
 
         given = (
@@ -165,7 +164,9 @@ class QuantComparison(RowComparison):
         given |= {"is_scale_transposed": self.column_major, "scale_ub": self.bound()}
         given |= {"scale": getattr(self.linear, "input_scale", None)}
         output = self.op.run_kernels(*(given[name] for name in self.op.Arguments._fields))
-        return output if output is None or isinstance(output, tuple) else (output, given["scale"])
+        if output is None:
+            return None
+        return *(output if isinstance(output, tuple) else (output, given["scale"])), residual
 
     def baseline(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         if residual is None:

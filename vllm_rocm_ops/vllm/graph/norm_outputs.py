@@ -35,8 +35,20 @@ def pattern(columns: int, dtype: torch.dtype, one_plus: bool) -> Pattern:
     return found._replace(shape=found.shape + BESIDE)
 
 
-class BothOutputs(QuantComparison):
-    """A norm with a residual and the quantization of its result: one launch against vLLM's two. Both outputs are checked."""
+class TwoOutputs(QuantComparison):
+    """A norm with a residual and the quantization of its result in one launch. Both outputs are checked."""
+
+    def exact(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        result, added = super().exact(x, residual)
+        return result, result, added
+
+    def results(self, output: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
+        plain, values, scale, residual = output
+        return [dequantized(values[:tokens], scale), plain, residual]
+
+
+class BesideLinear(TwoOutputs):
+    """Such a norm that a linear layer reads, too, against vLLM's two launches."""
 
     def __init__(self, norm: torch.nn.Module, linear: torch.nn.Module, dtype: torch.dtype, baseline: Baseline):
         super().__init__(OP, norm, linear, len(norm.weight), dtype, True, baseline)
@@ -50,18 +62,6 @@ class BothOutputs(QuantComparison):
     def baseline(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         plain, residual = self.producer.vllm_forward(x, residual)
         return plain, *self.linear.vllm_rocm_ops_quantize(plain), residual
-
-    def exact(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        result, added = super().exact(x, residual)
-        return result, result, added
-
-    def results(self, output: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
-        plain, values, scale, residual = output
-        return [dequantized(values[:tokens], scale), plain, residual]
-
-    def runs_unmeasured(self) -> bool:
-        """True: no pass of vLLM's covers a norm with further readers."""
-        return True
 
 
 def norms_before_two(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:
@@ -83,7 +83,7 @@ def norms_before_two(model: torch.nn.Module, compiles: bool) -> Iterator[QuantCo
         norms = [norm for norm in model_queries.norms(model) if len(norm.weight) == width]
         if key is not None and norms and quantized.vllm_rocm_ops_takes_rows and width % BLOCK == 0:
             baseline = compilation.baseline_of(get_current_vllm_config(), model)(True, has_pass=False)
-            yield BothOutputs(norms[0], quantized, norms[0].weight.dtype, baseline)
+            yield BesideLinear(norms[0], quantized, norms[0].weight.dtype, baseline)
             return
 
 

@@ -232,6 +232,11 @@ def bias_at(bias: Tensor | None, places: Tensor) -> Tensor | float:
     return 0.0 if bias is None else bias[places].float()
 
 
+def scales_at(scale: Tensor, places: Tensor) -> Tensor:
+    """Return the scales of rows, or the one of all, to multiply rows by."""
+    return scale if scale.numel() == 1 else scale.flatten()[places].view(-1, 1)
+
+
 def asks_for_aiter(kind: str) -> bool:
     """True if vLLM's own answer is that it uses AITER for a kind ("linear", "fused_moe"), by its variables or otherwise."""
     from vllm._aiter_ops import rocm_aiter_ops
@@ -268,8 +273,6 @@ class Linear(LayerComparison):
     """The function of the seam's torch op, which serves a call by its choice."""
     baseline: Callable[..., Tensor]
     """Runs vLLM's kernel on the arguments of `run`."""
-    op_arguments: Callable[..., tuple]
-    """Returns the op's arguments, given `run`'s."""
 
     def plugin(self, *arguments) -> Tensor | None:
         return self.op.run_kernels(*self.op_arguments(*arguments))

@@ -85,11 +85,7 @@ COMPARISON = MxWeightLinear()
 OPS = "mx_gemm", "mx_dequantize"
 
 
-def _fake(x, weight, scale, bias, baseline_name):
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-define(mx_weight_linear, _fake)
+define(mx_weight_linear, lambda x, weight, *_: x.new_empty((x.shape[0], weight.shape[0])))
 
 
 def probe(emulation: type, table: linear_base.Table) -> None:

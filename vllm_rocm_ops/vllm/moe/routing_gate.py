@@ -14,7 +14,6 @@ weight, a LoRA adapter, fused with the gate of the shared experts; in layers who
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import TYPE_CHECKING
 
@@ -163,15 +162,9 @@ def _fake(x, weight):
 define(routed_gate, _fake)
 
 
-@functools.cache
-def routing(plain: type) -> type:
-    """Return the plugin's subclass of a gate's class."""
-    return type(f"Routing{plain.__name__}", (RoutingGate, plain), {})
-
-
 def restore_baseline(gate: torch.nn.Module) -> None:
     """Give a gate its class back."""
-    gate.__class__ = type(gate).__bases__[1]
+    gate.__class__ = seam.plain_of(gate, RoutingGate)
 
 
 def routing_of(layer: torch.nn.Module) -> ExpertsRouting | VllmRouting | None:
@@ -254,7 +247,7 @@ def adopt_gate(gate: gate_calls.Gate, of_layer: ExpertsRouting | VllmRouting) ->
     if gate.in_model:
         in_models[module.weight.data_ptr()] = module
         compiled_ops.choices.others = (*dict.fromkeys((*compiled_ops.choices.others, IN_GRAPHS)),)
-    module.__class__ = routing(type(module))
+    module.__class__ = seam.mixed(RoutingGate, type(module))
 
 
 # For timing

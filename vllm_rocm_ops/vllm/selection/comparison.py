@@ -91,7 +91,8 @@ class LayerComparison:
 
         columns(layer)                       the columns of the input and of the result
         arguments(layer, x, seed)            the arguments of a call with tokens x; the seed is for further random ones
-        exact(arguments, x, rows, columns)   these rows and columns of the result, in float32; columns come in groups of `GROUP`
+        exact_of(a, rows, columns)           these rows and columns of the result, in float32, given the op's arguments;
+                                             columns come in groups of `GROUP`
     """
 
     by_attention = False
@@ -102,6 +103,14 @@ class LayerComparison:
 
     def max_tokens(self) -> int:
         return 0
+
+    def op_arguments(self, *arguments) -> tuple:
+        """Return the op's arguments, given a call's."""
+        return arguments
+
+    def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return `exact_of` for a call with tokens x."""
+        return self.exact_of(self.op.Arguments(*self.op_arguments(*arguments)), rows, columns)
 
     def sample(self, layers: list[tuple], tokens: int) -> Sample:
         columns_in, columns_out = self.columns(layers[0])
