@@ -435,10 +435,10 @@ def test_quantized_results_are_compared_dequantized(kind):
 
 
 def test_the_seam_needs_vllms_arguments(configuration, monkeypatch):
-    quantized_attention.probe()
+    quantized_attention.SEAM.probe()
     monkeypatch.setattr(quantized_attention.split, "ARGUMENTS", ("query", "output"))
     with pytest.raises(seam.Unavailable, match="lacks unified_attention_with_output.query, output., got .query, key,"):
-        quantized_attention.probe()
+        quantized_attention.SEAM.probe()
 
 
 def test_vllms_op_writes_what_it_is_given(configuration):

@@ -48,14 +48,9 @@ def activation(op: Op, tokens: int, inputs: Inputs, hidden: int) -> tuple:
 
 
 def routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool, *rest) -> tuple:
-    """Return arguments of `grouped_topk`."""
-    *options, has_bias = rest
+    """Return arguments of `grouped_topk`, or without `rest` of `topk_softmax`."""
+    *options, has_bias = rest or (False,)
     return inputs.values(tokens, experts), topk, renormalize, *options, inputs.scales(experts) if has_bias else None
-
-
-def softmax_routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool) -> tuple:
-    """Return arguments of `topk_softmax`."""
-    return inputs.values(tokens, experts), topk, renormalize, None
 
 
 def experts(

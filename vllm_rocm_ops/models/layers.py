@@ -54,7 +54,7 @@ GATES = with_arguments(by_quantization.GATES, model_arguments.gate)
 """Gates of attention's output by the quantization of the linear that reads it."""
 ARGUMENTS = {
     **{op: op.linear for op in LINEARS},
-    ops.topk_softmax: model_arguments.softmax_routing,
+    ops.topk_softmax: model_arguments.routing,
     ops.grouped_topk: model_arguments.routing,
     ops.fused_experts: model_arguments.experts,
     ops.paged_attention_decode: model_arguments.heads_attention,

@@ -98,7 +98,7 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
             yield kind, isinstance(module, delta_net.OneLaunch), name
         elif kind is not None:
             method = type(getattr(module, "quant_method", module)).__name__
-            why = expert_support.first_call_refusal(module)
+            why = getattr(expert_support.experts_of(module), "refused", "")
             yield kind, next(kernels_of(module), None) is not None, f"{method}, {why}" if why else method
 
 

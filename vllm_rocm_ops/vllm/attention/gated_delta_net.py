@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import split
+from vllm_rocm_ops.vllm.attention import backends, split
 from vllm_rocm_ops.vllm.attention.gated_delta_net_core import CLASS, adopt, gated_delta_net, plain_of
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 from vllm_rocm_ops.vllm.moe import expert_support
@@ -90,17 +90,12 @@ def parts(model: torch.nn.Module, compiles: bool) -> Iterator[compiled_ops.Layer
 
 def probe() -> None:
     """Raise `Unavailable` unless vLLM's layer, its op and the step's metadata are as expected. Reads sources."""
-    import ast
-
     from vllm.config import CompilationConfig
 
     split.probe_layer_ops()
     seam.require(CORE in CompilationConfig._attention_ops, f"{CORE} among CompilationConfig._attention_ops")
-    classes = {node.name: node for node in seam.body_of(MODULE) if isinstance(node, ast.ClassDef)}
-    seam.require(CLASS in classes, f"{MODULE}.{CLASS}")
-    functions = {node.name: node for node in classes[CLASS].body if isinstance(node, ast.FunctionDef)}
     for name in ("forward", "forward_cuda", "forward_hip", "forward_cpu"):
-        seam.require_in(functions, name, f"{CLASS}.{name}", 1, ("hidden_states",))
+        backends.require_method(f"{MODULE}.{CLASS}", name, "hidden_states")
 
 
 def install() -> None:

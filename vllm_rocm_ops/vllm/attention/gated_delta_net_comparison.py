@@ -25,9 +25,7 @@ from vllm_rocm_ops.vllm.attention import gated_delta_net_core as delta_net
 from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
-from vllm_rocm_ops.vllm.selection.comparison import Sample, check, spread
 from vllm_rocm_ops.vllm.selection.key import Baseline
-from vllm_rocm_ops.vllm.selection.replays import copies
 
 REQUESTS = 2, 8, 32, 128
 """Requests of the timed steps, as far as a step may have them."""
@@ -79,6 +77,7 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
     """
 
     op = ops.gated_delta_net_decode
+    replayed = 1  # the states are arguments, which are compared, too
 
     def __init__(self, layer: torch.nn.Module, config, baseline: Baseline):
         self.layer, self.config, self.core = layer, config, delta_net.Core(layer)
@@ -109,7 +108,6 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         return decoder.is_forced()
 
     def apply_decision(self, plugin_serves: bool) -> None:
-        """Have the layer run the op, or leave it to vLLM."""
         delta_net.adopt(self.layer, plugin_serves or decoder.is_forced())
 
     def columns(self) -> tuple[int, int]:
@@ -171,8 +169,7 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         with self.running(*self.states(1 + self.rows, "meta"), None):
             requests = delta_net.requests_of(self.step(1, "meta"))
             given = self.core.arguments(qkvz, gates, requests, self.core.outputs(qkvz))
-        meta = (value.to("meta") if isinstance(value, Tensor) else value for value in given)
-        return WIDTH == self.layer.conv1d.weight.shape[-1] and linear_base.has_kernels(self.op, *meta)
+        return WIDTH == self.layer.conv1d.weight.shape[-1] and linear_base.has_kernels(self.op, *given)
 
     # For timing
 
@@ -206,12 +203,10 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         return graph_outputs
 
     def by_vllm(self, graph: Callable, qkvz: Tensor, gates: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple:
-        """Return the result, its scales, and what the step leaves."""
         with self.running(conv, state, metadata):
             return *graph(qkvz, gates), Left(conv, state, metadata)
 
     def plugin(self, qkvz: Tensor, gates: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple | None:
-        """Return the same by the op, or None where no kernel supports the call."""
         outputs = out, scale, groups = self.core.outputs(qkvz)
         with self.running(conv, state, metadata):
             given = self.core.arguments(qkvz, gates, delta_net.requests_of(metadata), outputs)
@@ -239,18 +234,5 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
             result = result.clamp(-limit, limit)
         return self.results((result, None, Left(conv, state, metadata)), len(qkvz))
 
-    def sample(self, layers: list[tuple], tokens: int) -> Sample:
-        """Return a call for each layer. The errors are the first result's."""
-        sets = [self.inputs(tokens, seed) for seed in range(len(layers))]
-        exact = self.exact(*sets[0])
-        rows = spread(tokens, self.sampled_rows).to(exact[0].device)
-
-        def judge(*outputs: tuple) -> tuple[float, float]:
-            results = zip(*(self.results(output, tokens) for output in outputs), exact)
-            errors = []
-            for plugin, baseline, wanted in results:
-                columns = torch.arange(wanted.shape[1], device=wanted.device)
-                errors.append(check(plugin, baseline, wanted[rows], rows, columns))
-            return errors[0]
-
-        return Sample(sets, judge, lambda output: self.results(output, tokens)[:1], copies)  # arguments have the states
+    def exact_rows(self, given: tuple, rows: Tensor, tokens: int) -> list[Tensor]:
+        return [result[rows] for result in self.exact(*given)]

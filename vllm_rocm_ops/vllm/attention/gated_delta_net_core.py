@@ -203,7 +203,6 @@ class OneLaunch:
     rocm_ops_core: Core
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Project, run the op, and project its result."""
         from vllm.utils.torch_utils import _encode_layer_name
 
         qkvz, _ = self.in_proj_qkvz(hidden_states)

@@ -148,20 +148,9 @@ def wrapper_class(wrapper: type) -> type:
             q, kv, k_pe, scales = pre_attention.outputs(qkv)
             static, bound = pre_attention.scales()
             name = _encode_layer_name(self.mla_attn.layer_name)
-            given = (
-                qkv,
-                *pre_attention.norms(),
-                positions,
-                *pre_attention.angles(),
-                q,
-                kv,
-                k_pe,
-                static,
-                scales,
-                bound,
-                name,
-            )
-            torch.ops.vllm_rocm_ops.mla_norms(*given)
+            angles = positions, *pre_attention.angles()
+            outputs = q, kv, k_pe, static, scales, bound
+            torch.ops.vllm_rocm_ops.mla_norms(qkv, *pre_attention.norms(), *angles, *outputs, name)
             if pre_attention.kind:
                 scale = static if scales is None else scales
                 q = fused_quant.Quantized(q, scale, qkv.dtype, q.shape, pre_attention.input_key)

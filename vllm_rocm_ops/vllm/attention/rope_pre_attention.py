@@ -117,7 +117,6 @@ class RopePreAttention(LayerPart):
 
     @property
     def columns(self) -> int:
-        """The projection's columns."""
         query, key, size = self.heads
         return ((1 + self.traits.is_gated) * query + 2 * key) * size
 
@@ -157,11 +156,7 @@ class RopePreAttention(LayerPart):
         tokens = empty(2, dtype=torch.int64)
         positions = empty(3, 2, dtype=torch.int64).t() if any(self.traits.sections) else tokens
         given = empty(2, self.columns, dtype=self.dtype), positions, tokens, self.cache(2, "meta")
-
-        def on_meta(*values) -> bool:
-            return linear_base.has_kernels(self.op, *(v.to("meta") if isinstance(v, Tensor) else v for v in values))
-
-        return self.run(on_meta, *given)[0]
+        return self.run(functools.partial(linear_base.has_kernels, self.op), *given)[0]
 
     # For timing
 
@@ -196,7 +191,6 @@ class RopePreAttention(LayerPart):
         return qkv, positions, torch.arange(tokens, device=table.device), self.cache(tokens, table.device).zero_()
 
     def plugin(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple | None:
-        """Return q, k and the cache by the op, or None where no kernel supports the call."""
         done, q, k = self.run(self.op.run_kernels, qkv, positions, slots, cache)
         return None if done is None else (q, k, cache)
 
@@ -216,7 +210,6 @@ class RopePreAttention(LayerPart):
         return *rotated, qkv[:, : 2 * query * size].unflatten(1, (query, -1))[..., size:].flatten(1)
 
     def baseline_outputs(self, rotated: tuple[Tensor, ...], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
-        """Write the cache by vLLM's backend, and return q, k and the cache."""
         q, k = (x.unflatten(1, (-1, self.heads[2])) for x in rotated[:2])
         self.attn.impl.do_kv_cache_update(self.attn, k, self.parts(qkv)[2], cache, slots)
         return q, k, cache

@@ -48,7 +48,7 @@ class TwoOutputs(QuantComparison):
 
 
 class BesideLinear(TwoOutputs):
-    """Such a norm that a linear layer reads, too, against vLLM's two launches."""
+    """A norm with two outputs before a linear layer and others, against vLLM's two launches."""
 
     def __init__(self, norm: torch.nn.Module, linear: torch.nn.Module, dtype: torch.dtype, baseline: Baseline):
         super().__init__(OP, norm, linear, len(norm.weight), dtype, True, baseline)
@@ -59,7 +59,7 @@ class BesideLinear(TwoOutputs):
         moved, operations = super().work(layer, tokens)
         return moved + float(tokens * self.columns * self.dtype.itemsize), operations
 
-    def baseline(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    def graph_outputs(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         plain, residual = self.producer.vllm_forward(x, residual)
         return plain, *self.linear.vllm_rocm_ops_quantize(plain), residual
 

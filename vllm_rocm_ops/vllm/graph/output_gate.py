@@ -33,7 +33,7 @@ class GateComparison(QuantComparison):
     def plugin(self, x: Tensor, both: Tensor) -> tuple[Tensor, Tensor, None] | None:
         return self.run({"input": x, "gate": self.gate(both)})
 
-    def baseline(self, x: Tensor, both: Tensor) -> tuple[Tensor, Tensor, None]:
+    def graph_outputs(self, x: Tensor, both: Tensor) -> tuple[Tensor, Tensor, None]:
         return *self.linear.vllm_rocm_ops_quantize(x * torch.sigmoid(self.gate(both).reshape(x.shape))), None
 
     def exact(self, x: Tensor, both: Tensor) -> tuple[Tensor, None]:

@@ -60,7 +60,6 @@ def install() -> None:
                 self._forward_method = self.rocm_ops_forward
 
         def rocm_ops_forward(self, *arguments, **keywords):
-            """Mark the quantization while a graph is traced."""
             forward = self.marked if torch.compiler.is_compiling() else self.vllm_forward
             return forward(*arguments, **keywords)
 

@@ -187,7 +187,8 @@ class Fusion(VllmInductorPass):
 
     def quantize(self, producer: Producer, readers: list[fx.Node]) -> bool:
         """Replace a producer and equal quantizations, its only readers. Return whether it did."""
-        if len({(reader.target, str(reader.args)) for reader in readers}) != 1 or not is_quantization(readers[0]):
+        is_one_kind = len({(reader.target, str(reader.args)) for reader in readers}) == 1
+        if not is_one_kind or readers[0].target not in (QUANTIZATION, MX_QUANTIZATION):
             return False
         key, given = quantization(readers[0])
         if key is None or key not in self.runnable[type(producer)]:
@@ -255,11 +256,6 @@ class Fusion(VllmInductorPass):
             all_reduce_norm.state(),
         )
         return VllmInductorPass.hash_source(*sources, *map(str, made))
-
-
-def is_quantization(node: fx.Node) -> bool:
-    """True if a node quantizes: a marker, or vLLM's op to MX-FP8."""
-    return node.target in (QUANTIZATION, MX_QUANTIZATION)
 
 
 def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:

@@ -85,7 +85,10 @@ TABLE = linear_base.Table(
 )
 
 
-define(block_scaled_linear, lambda a, b, *given: a.new_empty((a.shape[0], b.shape[0]), dtype=given[2]))
+define(
+    block_scaled_linear,
+    lambda a, b, scale_a, scale_b, out_dtype, baseline_name: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
+)
 
 
 def install() -> None:
@@ -109,7 +112,6 @@ def install() -> None:
 
         def __init__(self, config):
             super().__init__(config)
-            self.keep_baseline(config)
             if self.baseline is not None:
                 self.quant_fp8, self.use_triton = self.baseline.quant_fp8, self.baseline.use_triton
 

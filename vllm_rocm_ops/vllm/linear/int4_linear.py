@@ -141,7 +141,6 @@ def install() -> None:
 
         def __init__(self, c, *names, **named):
             super().__init__(c, *names, **named)
-            self.keep_baseline(c, *names, **named)
             self.traits = (0 if c.group_size == -1 else c.group_size,)
 
         def process_weights_after_loading(self, layer):

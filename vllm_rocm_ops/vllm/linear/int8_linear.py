@@ -111,7 +111,6 @@ def install() -> None:
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            self.keep_baseline(c, layer_param_names)
             self.traits = (not c.is_static_input_scheme,)
             self.quantization = "int8 static" if c.is_static_input_scheme else "int8"
 

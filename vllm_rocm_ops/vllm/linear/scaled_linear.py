@@ -210,7 +210,6 @@ def install() -> None:
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            self.keep_baseline(c, layer_param_names)
             scale = c.activation_quant_key.scale
             self.quantization = STATIC if scale.static else TENSOR if scale.group_shape.is_per_tensor() else TOKEN
             self.traits = (self.quantization == TOKEN,)

@@ -21,7 +21,6 @@ traces the layer, there is no baseline, and the op's reference runs.
 """
 
 import collections
-import sys
 import types
 from collections.abc import Callable
 
@@ -76,24 +75,20 @@ def op_arguments(
 def run(
     experts,
     baseline: Callable[[], Tensor] | None,
-    hidden: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    expert_map: Tensor | None,
-    apply_router_weight_on_input: bool,
-    activation,
-    global_num_experts: int,
+    routed: tuple[Tensor, ...],
+    options: tuple,
     hidden_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Run `fused_experts` with the scales in `experts`, or `baseline()` where vLLM serves.
 
-    The tokens are [tokens, hidden], with `hidden_scale` if vLLM quantized them, the weights [experts, 2 * inner, hidden] and
-    [experts, hidden, inner]. `expert_map` maps all experts to this rank's, -1 for others; None if the rank has all.
+    `routed` are tokens [tokens, hidden], with `hidden_scale` if vLLM quantized them, weights [experts, 2 * inner, hidden] and
+    [experts, hidden, inner], and the weights and ids of the tokens' experts. `options` are the map of all experts to this rank's,
+    -1 for others, or None if the rank has all, whether weights multiply the input, the activation, and the number of experts.
     """
-    out_dtype, on_input = out_dtype or hidden.dtype, apply_router_weight_on_input
+    hidden, w1, w2, topk_weights, topk_ids = routed
+    expert_map, on_input, activation, global_num_experts = options
+    out_dtype = out_dtype or hidden.dtype
     quantized = None if on_input or hidden_scale is not None else moe_side_channel.quantized(hidden)
     if quantized is not None and quantized[0].dtype == w1.dtype and scheme_of(w1, experts.w1_scale).group == BLOCK:
         hidden, hidden_scale = quantized
@@ -103,7 +98,8 @@ def run(
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
     call = topk_ids.shape[1], topk_ids.dtype, expert_map, on_input, activation, global_num_experts
     choice = choice_of(experts, len(hidden), experts.comparison or COMPARISON, w1, w2, out_dtype, *call)
-    return linear_base.run_or_baseline(baseline, ops.fused_experts, choice, *arguments)
+    output = ops.fused_experts.run_kernels(*arguments) if choice.plugin_serves(len(hidden)) else None
+    return baseline() if output is None else output
 
 
 def choice_of(experts, tokens: int, comparison: LayerComparison, w1: Tensor, w2: Tensor, dtype: torch.dtype, *call):
@@ -248,13 +244,6 @@ def probe(oracle, select: str, *parameters: str) -> None:
     seam.require("SILU" in MoEActivation.__members__, "MoEActivation.SILU")
 
 
-def replace(function: Callable, plugin: Callable) -> None:
-    """Replace a function of vLLM's in every module that imported it."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(function.__name__) is function:
-            setattr(module, function.__name__, plugin)
-
-
 def first_supported(candidates: list[type], config, weight_key=None, activation_key=None) -> type | None:
     """Return the plugin's first class that supports a layer, or None."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
@@ -350,7 +339,7 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
             ids = a.topk_ids if a.expert_tokens_meta is None else mask_spare_rows(a.topk_ids, a.expert_tokens_meta)
             routed = a.hidden_states, *self.op_weights(a.w1, a.w2), weights, ids
             options = a.expert_map, False, a.activation, a.global_num_experts
-            result = run(self, fallback, *routed, *options, a.a1q_scale, a.output.dtype)
+            result = run(self, fallback, routed, options, a.a1q_scale, a.output.dtype)
             if result is not a.output:
                 a.output.copy_(result)
 

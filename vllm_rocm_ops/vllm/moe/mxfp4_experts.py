@@ -284,7 +284,7 @@ def install() -> None:
 
     for name in SELECTS:
         select = getattr(mxfp4, name)
-        experts.replace(select, wrapped(select))
+        seam.replace_function(select.__name__, select, wrapped(select))
 
 
 def select_experts(vllm_selects, config, scheme: tuple) -> tuple:

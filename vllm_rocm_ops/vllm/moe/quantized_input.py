@@ -88,7 +88,7 @@ def hidden_of(model: torch.nn.Module) -> int:
 
 
 class BesideExperts(TwoOutputs):
-    """Such a norm before an MoE layer, against the plugin's norm and a separate quantization."""
+    """A norm with two outputs before an MoE layer, against the plugin's norm and a separate quantization."""
 
     def __init__(self, norm: torch.nn.Module):
         super().__init__(OP, norm, norm, len(norm.weight), norm.weight.dtype, True, BESIDE)
@@ -99,7 +99,6 @@ class BesideExperts(TwoOutputs):
         return moved + 2.0 * tokens * self.columns * self.dtype.itemsize, operations
 
     def baseline(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        """Return the plugin's norm, and vLLM's quantization of it."""
         from vllm_rocm_ops.vllm.graph import vllm_row_kernels
 
         norm = self.producer

@@ -60,7 +60,9 @@ def route(
     scoring_func, renormalize = method
 
     def baseline() -> tuple[Tensor, Tensor]:
-        router = router_factory().create_fused_moe_router(
+        from vllm.model_executor.layers.fused_moe.router import router_factory
+
+        router = router_factory.create_fused_moe_router(
             topk,
             router_logits.shape[-1],
             renormalize,
@@ -126,13 +128,6 @@ def supports(method: tuple[str, bool], config) -> bool:
     return linear_base.has_kernels(ops.grouped_topk, *what, 1, 1, scoring_func, 1.0, bias)
 
 
-def router_factory():
-    """Return vLLM's module that makes a layer's router."""
-    from vllm.model_executor.layers.fused_moe.router import router_factory
-
-    return router_factory
-
-
 def is_padding(tokens: int) -> Tensor | None:
     """Return vLLM's mask [tokens] of a captured graph's padding, which its routers without groups send to no expert."""
     from vllm.model_executor.layers.fused_moe.router import fused_topk_router
@@ -164,10 +159,6 @@ def monolithic(modular: type) -> type:
     from vllm.model_executor.layers.fused_moe import modular_kernel
 
     class RocmOpsRoutingExperts(experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
-        schemes, baseline_class = modular.schemes, staticmethod(modular.baseline_class)
-        oracle, backend, beside_aiter = modular.oracle, modular.backend, modular.beside_aiter
-        shuffled = modular.shuffled
-
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
             self.method, self.topk = METHODS[moe_config.routing_method.name], moe_config.experts_per_token
@@ -207,10 +198,10 @@ def monolithic(modular: type) -> type:
 
             fallback = None if self.baseline is None else baseline
             options = a.expert_map, a.apply_router_weight_on_input, a.activation, a.global_num_experts
-            return experts.run(self, fallback, *routed, *options)
+            return experts.run(self, fallback, routed, options)
 
-    RocmOpsRoutingExperts.__name__ = RocmOpsRoutingExperts.__qualname__ = modular.__name__.replace("Ops", "OpsRouting")
-    return RocmOpsRoutingExperts
+    name = modular.__name__.replace("Ops", "OpsRouting")
+    return experts.with_attributes(RocmOpsRoutingExperts, name, modular.schemes, modular.oracle, modular.backend)
 
 
 def probe() -> None:
@@ -224,12 +215,12 @@ def probe_vllm() -> None:
     """Raise `Unavailable` unless vLLM's monolithic experts and routers are as expected."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
-    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router, router_factory
 
     seam.require_parameters(modular_kernel.FusedMoEExpertsMonolithic.apply, *APPLY)
     seam.require_parameters(fused_topk_router._get_padding_mask, "num_tokens")
-    seam.require_parameters(router_factory().create_fused_moe_router, "top_k", "global_num_experts", "renormalize")
-    factory = inspect.signature(router_factory().create_fused_moe_router).parameters
+    seam.require_parameters(router_factory.create_fused_moe_router, "top_k", "global_num_experts", "renormalize")
+    factory = inspect.signature(router_factory.create_fused_moe_router).parameters
     seam.require(ROUTER <= factory.keys(), f"create_fused_moe_router({', '.join(sorted(ROUTER))})")
     seam.require(METHODS.keys() <= set(RoutingMethodType.__members__), f"RoutingMethodType with {', '.join(METHODS)}")
 
