@@ -326,6 +326,18 @@ def require(holds: object, wanted: str) -> None:
         raise Unavailable(f"this vLLM lacks {wanted}")
 
 
+def replaceable(module: object, name: str, kind: str = "CustomOp") -> type:
+    """Return a class of vLLM's. Raise `Unavailable` unless a plugin may replace it through `register_oot`."""
+    from vllm.model_executor import custom_op
+
+    found = getattr(module, name, None)
+    require(isinstance(found, type) and issubclass(found, getattr(custom_op, kind)), f"{name} as a {kind}")
+    require(name not in custom_op.op_registry_oot, f"a free {name}: another plugin has replaced it")
+    if kind == "CustomOp":
+        require_parameters(found.dispatch_forward, "compile_native")
+    return found
+
+
 def require_parameters(function: Callable, *names: str) -> None:
     """Raise `Unavailable` unless a callable's first parameters after `self` have these names in this order."""
     parameters = [name for name in inspect.signature(function).parameters if name != "self"]

@@ -206,7 +206,7 @@ def before_compiling(worker) -> None:
                     routing_gate.adopt(compilation.models_of(worker))
                 if group.rank_in_group == 0:
                     coverage.log_results(coverage.reached(worker))
-                    coverage.log_packed(coverage.packed(compilation.models_of(worker)))
+                    coverage.log_packed([*coverage.packed(compilation.models_of(worker))])
         finally:
             compile_cache.mark_again(worker)
 

@@ -116,8 +116,7 @@ def also_quantize(norm: Norm, readers: list[fx.Node], quantizes: list[fx.Node], 
     result = norm.result.meta["val"]
     serves = rewrite.choices.decisions.get(pattern(result.shape[-1], result.dtype, norm.one_plus))
     given = {"quant_dtype": given["quant_dtype"]} | norm.arguments()
-    values = fx.map_arg(given, lambda node: node.meta["val"])
-    makes = OP.allocate(OP.Arguments(**{name: values[name] for name in OP.Arguments._fields if name in values}))
+    makes = rewrite.outputs_of(OP, given)
     wanted = quantizes[0].meta["val"][: 1 if all(map(takes_either_order, quantizes)) else 2]
     if not serves or not queries.are_alike(makes[1 : 1 + len(wanted)], wanted):
         return False

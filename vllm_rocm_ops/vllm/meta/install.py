@@ -39,9 +39,8 @@ def install(step: Step, model: torch.nn.Module) -> None:
 
     for layer, gate in gate_calls.gates_of([model], [*quantized_input.layers_of(model)]):
         cls = getattr(layer.routed_experts.quant_method, "experts_cls", None)
-        is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and not routing_gate.unsupported_reason(
-            layer, gate
-        )
+        is_ours = getattr(cls, "__name__", "").startswith("RocmOps")
+        is_ours = is_ours and not routing_gate.unsupported_reason(layer, gate)
         is_ours = is_ours and bool(routes(layer.routed_experts) or vllm_routing.routing_of(layer))
         if is_ours and gate.module.weight.dtype == torch.float32:
             instead(gate.module, float_gate)

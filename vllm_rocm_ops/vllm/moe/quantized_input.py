@@ -204,9 +204,7 @@ def also_quantize(norm: Norm, readers: list[fx.Node], summed: Callable) -> bool:
     if not wins or OP.name in rewrite.choices.off or (layer := layer_of(norm.result, readers)) is None:
         return False
     given = {"quant_dtype": fused_quant.QUANT_DTYPE} | norm.arguments()
-    values = fx.map_arg(given, lambda node: node.meta["val"])
-    makes = OP.allocate(OP.Arguments(**{name: values[name] for name in OP.Arguments._fields if name in values}))
-    _, *quantized = rewrite.insert(norm, OP, given, [], summed(norm, OP, given), makes)[:3]
+    _, *quantized = rewrite.insert(norm, OP, given, [], summed(norm, OP, given), rewrite.outputs_of(OP, given))[:3]
     give_quantized(layer, *quantized)
     return True
 

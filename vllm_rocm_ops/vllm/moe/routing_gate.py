@@ -213,11 +213,10 @@ def adopt(models: Iterable[torch.nn.Module]) -> None:
         if expert_support.serving_experts(layer.routed_experts) is None:
             continue
         routing = routing_of(layer)
-        if (
-            why := unsupported_reason(layer, gate)
-            if routing
-            else "gates of layers whose router is another than vLLM's top-k"
-        ):
+        why = (
+            unsupported_reason(layer, gate) if routing else "gates of layers whose router is another than vLLM's top-k"
+        )
+        if why:
             expert_support.log_unsupported(why, "gates of MoE layers")
         else:
             adopt_gate(gate, routing)
