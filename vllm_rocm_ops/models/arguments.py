@@ -14,7 +14,7 @@ from vllm_rocm_ops.ops.shared.inputs import Inputs
 
 
 def of_rows(op: Op, inputs: Inputs, **tensors: object) -> tuple:
-    """Return the arguments of an op on rows: these, those of its result's quantization, and its defaults."""
+    """Return the arguments of an op on rows: these, scale and dtype of its quantized result, and its defaults."""
     given = {"scale": inputs.scales(1), "quant_dtype": inputs.fp8_dtype}
     given = op.Arguments._field_defaults | given | tensors
     return tuple(given[name] for name in op.Arguments._fields)

@@ -45,7 +45,7 @@ class Shape:
     draws_on_device = False
     """True if arguments are created on the clock's device without `compare`, too."""
     listed = ""
-    """The bench list that its baselines are of, empty for those of every other case."""
+    """The bench list whose baselines it is timed against. Empty for the op's own."""
 
     def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
         if self.compare or self.draws_on_device:
