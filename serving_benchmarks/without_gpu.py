@@ -56,7 +56,9 @@ def kernels(name: str, device: str, batches: Sequence[int]) -> Iterator[str]:
     config, arch = model_config.read(MODELS[name]), archs.named(device)
     calls = [*model_layers.calls(config, TP, None), *explain.around(config, TP, None, arch)]
     yield f"{name}, TP {TP}, on {device}: kernels by tokens per step"
-    yield from explain.lines_of(explain.explain_model(calls, arch, tuple(batches), verbose=False), verbose=False)
+    yield from explain.lines_of(
+        explain.shortened(explain.table(calls, arch, tuple(batches), verbose=False)), verbose=False
+    )
 
 
 def steps(name: str, device: str, batches: Sequence[int]) -> Iterator[str]:

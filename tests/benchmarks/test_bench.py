@@ -277,7 +277,7 @@ def test_baselines_are_timed_beside_a_sweep_and_the_fastest_come_first(turns, tm
 
 def test_each_measurement_is_a_row_of_the_table(turns, small, tmp_path, monkeypatch):
     path = tmp_path / "there" / "times.csv"
-    monkeypatch.setattr(shapes, "baselines", lambda op: {"torch": baselines.Baseline(op.reference)})
+    monkeypatch.setattr(shapes, "baselines", lambda op, listed: {"torch": baselines.Baseline(op.reference)})
     monkeypatch.setenv("VLLM_ROCM_OPS_COMMIT", "abc")
     command = ["bench", "gemm-dtypes", "--batch", "2", "--baselines", "--output", str(path)]
     assert cli.main([*command, "--case", "3x16x32 int8"]) == 0
@@ -303,7 +303,7 @@ def test_a_refusing_baseline_is_unavailable_with_its_message(turns, monkeypatch,
     monkeypatch.setattr(
         shapes,
         "baselines",
-        lambda op: {"refuses": baselines.Baseline(refuses), "torch": baselines.Baseline(op.reference)},
+        lambda op, listed: {"refuses": baselines.Baseline(refuses), "torch": baselines.Baseline(op.reference)},
     )
     [[line]] = bench.run(cases(ops.rms_norm, "bf16"), turns, baselines=True)
     assert line.baselines == {"torch": 2.0} and line.unavailable == {"refuses": "ValueError: it takes nothing"}

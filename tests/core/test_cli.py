@@ -277,7 +277,10 @@ def kernels(model: str, tokens: tuple[int, ...], tp: int = 8, products: bool = T
     config = model_config.read(model)
     calls = [*(model_layers.calls(config, tp) if products else ()), *explain.around(config, tp, None, GFX942)]
     unserved = model_layers.unserved(config, tp) if products else ()
-    return {layer: kernel for layer, _, _, kernel in explain.explain_model(calls, GFX942, tokens, False, unserved)}
+    return {
+        layer: kernel
+        for layer, _, _, kernel in explain.shortened(explain.table(calls, GFX942, tokens, False, unserved))
+    }
 
 
 def test_explain_of_a_model_says_what_vllm_keeps(capsys, monkeypatch):
@@ -336,7 +339,7 @@ def test_explain_of_a_model_shows_what_was_measured_here(capsys, monkeypatch, tm
 
     def rows(arch: str = "MI300X") -> dict[str, dict[str, tuple[bool, str]]]:
         """Return, by layer and number of tokens, whether the plugin's kernel runs, and why."""
-        lines = explain.explain_model(list(call.values()), archs.named(arch), (1, 8, 64, 512, 700, 2048))
+        lines = explain.table(list(call.values()), archs.named(arch), (1, 8, 64, 512, 700, 2048))
         cells = [
             (line[0], tokens, line[4] != "vLLM's kernel", line[6])
             for line in lines[1:]
@@ -426,7 +429,7 @@ def test_explain_of_a_model_says_where_gate_up_and_swiglu_are_one_launch(capsys,
         config = model_config.read("llama-3.1-405b-fp8")
         calls = [*model_layers.calls(config, 8), *explain.around(config, 8, None, GFX942)]
         found: dict[str, list[str]] = {}
-        for layer, _, _, tokens, kernel, _, why in explain.explain_model(calls, GFX942, (1, 64, 65))[1:]:
+        for layer, _, _, tokens, kernel, _, why in explain.table(calls, GFX942, (1, 64, 65))[1:]:
             found.setdefault(layer, []).append(f"{tokens} {kernel}: {why}")
         return found
 

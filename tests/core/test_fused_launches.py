@@ -193,7 +193,7 @@ def test_explain_of_a_model_says_where_attention_quantizes(capsys, monkeypatch):
         measured(monkeypatch, shapes)
         config, tp = read(model), 8 if "llama" in model else 1
         calls = [*model_layers.calls(config, tp), *explain.around(config, tp, None, GFX942)]
-        rows = explain.explain_model(calls, GFX942, (1,))[1:]
+        rows = explain.table(calls, GFX942, (1,))[1:]
         return {layer: f"{kernel}: {why}" for layer, _, _, _, kernel, _, why in rows}
 
     wins, loses = (2.0, 3.0), (3.0, 2.0)

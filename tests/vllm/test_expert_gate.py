@@ -76,7 +76,7 @@ def found(layer: torch.nn.Module, compiles: bool = True, dtype: torch.dtype = to
 def adopted(**options) -> torch.nn.Module:
     layer = mlp(**options)
     [one] = found(layer)
-    one.take(True)
+    one.apply_decision(True)
     return layer
 
 
@@ -91,7 +91,7 @@ def test_the_activation_multiplies_by_the_gate(arch):
     wanted = layer(x)
     without = called()
     [one] = found(layer)
-    one.take(True)
+    one.apply_decision(True)
     assert isinstance(layer, Qwen2MoeMLP) and type(layer).__name__ == "Qwen2MoeMLP"
     vllm_rocm_ops.reset_stats()
     change(layer.expert_gate, "forward", None)  # nothing calls it
@@ -100,7 +100,7 @@ def test_the_activation_multiplies_by_the_gate(arch):
     assert (result.float() - wanted.float()).norm() < 0.01 * wanted.float().norm()
     [name] = [name for name in called() if "silu" in name]
     assert name == OP and sum(called().values()) == sum(without.values()) - bool(without.get("unquantized_gemm"))
-    one.take(False)
+    one.apply_decision(False)
     assert type(layer) is Qwen2MoeMLP
 
 

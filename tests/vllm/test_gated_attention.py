@@ -43,7 +43,7 @@ def made(dynamo, monkeypatch, tmp_path):  # noqa: F811
 def rewritten(monkeypatch, block: tiny.Block, sections: bool = False, takes: bool = True) -> torch.fx.GraphModule:
     """Return the block's graph after the seams' changes, before vLLM splits it."""
     if takes:
-        tiny.front(monkeypatch, block, sections).take(True)
+        tiny.front(monkeypatch, block, sections).apply_decision(True)
     module = tiny.traced(block, torch.zeros((3, 5) if sections else 5).long())
     for rewrite_graph in (rope_and_cache.rewrite, norm_residuals.donate):
         rewrite_graph(module.graph, [rope_and_cache.TORCH_OP])
@@ -89,12 +89,12 @@ def test_layers_that_lose_keep_vllms_kernel(made, monkeypatch):
     layer.use_fused_qk_norm_rope_gate = True
     one = tiny.front(monkeypatch, block)
     for serves in (True, False, True):
-        one.take(serves)
+        one.apply_decision(serves)
         assert layer.use_fused_qk_norm_rope_gate is not serves
         assert (layer.rotary_emb._forward_method.__name__ == "marked") is serves
     asked = []
     monkeypatch.setattr(layer, "_project_qkv_gate", lambda *given: asked.append(given) or (1, 2, 3, 4), raising=False)
-    assert one.computed(torch.zeros(2, one.columns), torch.zeros(2)) == (1, 2, 4) and len(asked) == 1
+    assert one.graph_outputs(torch.zeros(2, one.columns), torch.zeros(2)) == (1, 2, 4) and len(asked) == 1
 
 
 def test_nothing_moves_where_the_rotation_stays_vllms(made, monkeypatch):
@@ -176,7 +176,7 @@ def test_the_op_writes_what_vllms_layers_do(made, monkeypatch, sections, served)
         CacheLayout(*caches(attn, cache)), k, v, slots, (None, None)
     )
     qkv, positions, slots, cache = one.inputs(4, 0)
-    wanted = one.completed(one.computed(qkv, positions), qkv, slots, cache.clone())
+    wanted = one.baseline_outputs(one.graph_outputs(qkv, positions), qkv, slots, cache.clone())
     if not served:
         attn.impl.rocm_ops.caches = lambda *_: None
     context = "vllm.model_executor.layers.attention.attention.get_attention_context"

@@ -22,8 +22,8 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.vllm.attention import gated_delta_net
-from vllm_rocm_ops.vllm.attention import gated_delta_net_layer as layers
-from vllm_rocm_ops.vllm.attention.gated_delta_net_timing import GatedDeltaNetPart, shapes_of
+from vllm_rocm_ops.vllm.attention import gated_delta_net_core as layers
+from vllm_rocm_ops.vllm.attention.gated_delta_net_comparison import GatedDeltaNetPart, shapes_of
 from vllm_rocm_ops.vllm.graph import fused_quant
 from vllm_rocm_ops.vllm.selection import kernel_timing
 from vllm_rocm_ops.vllm.selection.key import COMPILED
@@ -348,7 +348,7 @@ def test_a_layer_is_served_where_it_won_or_is_forced(made, monkeypatch):
     for serves, forced in ((True, ""), (False, ""), (False, "1")):
         monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", forced)
         assert part.runs_unmeasured() == bool(forced)
-        part.take(serves)
+        part.apply_decision(serves)
         assert isinstance(part.layer, layers.OneLaunch) == (serves or bool(forced))
         assert isinstance(part.layer, plain) and type(part.layer).__name__ == plain.__name__
 

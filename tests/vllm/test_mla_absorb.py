@@ -9,6 +9,7 @@ from vllm.model_executor.utils import replace_parameter
 import vllm_rocm_ops
 from vllm_rocm_ops.core import launch
 from vllm_rocm_ops.emulator import Emulator
+from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import mla_absorb
 from vllm_rocm_ops.vllm.selection import kernel_selection, kernel_timing, watchdog
 
@@ -89,7 +90,7 @@ def test_a_weight_that_is_no_parameter(configuration):
     plain = Layer()
     layer = Fake(W_UV=plain.W_UV.detach(), other=1)
     mla_absorb.adopt(layer, True, 64)
-    assert type(layer.W_UV) is mla_absorb.AbsorbedTensor
+    assert type(layer.W_UV) is seam.mixed(mla_absorb.Absorbed, torch.Tensor)
     mla_absorb.restore_baseline(layer.W_UV)
     assert type(layer.W_UV) is torch.Tensor
 
@@ -137,7 +138,7 @@ def test_the_plugin_serves_where_it_was_measured_to_be_faster(noted):
     decide(bytes([0, 0, 0]), bytes([0, 1, 1]))
     assert served(noted, 2) == 1 and served(noted, 3) == 0
     assert type(noted.W_UK_T) is torch.nn.Parameter
-    assert type(noted.W_UV) is mla_absorb.AbsorbedParameter
+    assert type(noted.W_UV) is seam.mixed(mla_absorb.Absorbed, torch.nn.Parameter)
 
 
 def test_nothing_is_noted_without_measurements(configuration, monkeypatch):

@@ -201,14 +201,14 @@ def test_it_serves_compiled_models_that_vllm_does_not_fuse(found):
     [pre_attention] = found(layer := Layer())
     assert str(pre_attention.key).endswith(" block compiled") and not pre_attention.runs_unmeasured()
     for takes in (True, False):
-        pre_attention.take(takes)
+        pre_attention.apply_decision(takes)
         assert layer.rocm_ops_pre_attention is (pre_attention if takes else None)
     assert found(Layer(), compiles=False) == []
     forced = Layer()
     forced.mla_attn.impl.rocm_ops.is_forced = True
     [pre_attention] = found(forced, compiles=False)
     assert str(pre_attention.key).endswith(" block eager") and pre_attention.runs_unmeasured()
-    pre_attention.take(False)
+    pre_attention.apply_decision(False)
     assert forced.rocm_ops_pre_attention is pre_attention
     assert found(Layer(), splits=False, fused=True) == [] and len(found(Layer(), splits=False)) == 1
     assert len(found(Layer(), fused=True)) == 1
@@ -281,7 +281,7 @@ def test_attention_gets_the_results_of_the_fused_launch(configuration, monkeypat
     result = layer(positions, x)
     assert torch.equal(result, torch.ones(3, HEADS * 8).bfloat16() @ layer.o_proj.weight.t())
     qkv = x @ layer.fused_qkv_a_proj.weight.t()
-    made, scale, kv, k_pe = one.computed(qkv, positions)
+    made, scale, kv, k_pe = one.graph_outputs(qkv, positions)
     assert seen["after"] is seen["kv"]
     torch.testing.assert_close(seen["kv"], kv, rtol=2**-6, atol=1e-3)
     torch.testing.assert_close(seen["k_pe"].squeeze(1), k_pe, rtol=2**-6, atol=2**-6)

@@ -117,7 +117,7 @@ def test_each_row_is_rotated_once(what, serves, launched):
         mla_absorb.adopt(one.attn, True, 64)
     if serves is False:
         one.weights.rocm_ops_choice = Fake(plugin_serves=lambda rows: False, baseline_always_serves=False)
-    one.take(True)
+    one.apply_decision(True)
     decode, prefill, padding, rows = STEPS[what]
     for _ in range(2):
         q, positions = step(one, decode, prefill, padding)
@@ -140,7 +140,7 @@ def test_the_kernel_rotates_in_attention():
     """One launch of the emulated kernel in a decode step, and one before a mixed one."""
     one, emulator = query_rotation(layer := Layer()), Counting("gfx942")
     mla_absorb.adopt(one.attn, True, 64)
-    one.take(True)
+    one.apply_decision(True)
     with launch.executor(emulator):
         for decode, prefill in ((3, 0), (2, 2)):
             q, positions = step(one, decode, prefill)
@@ -156,7 +156,7 @@ def test_a_step_that_has_no_angles_is_vllms(launched):
     """vLLM's graph rotates where the layer's own forward runs, and a profile run needs no rotation."""
     one = query_rotation()
     mla_absorb.adopt(one.attn, True, 64)
-    one.take(True)
+    one.apply_decision(True)
     before, positions = step(one, 2, 0)
     launched.clear()
     q = before.clone()
@@ -170,7 +170,7 @@ def test_queries_that_stay_unrotated_are_an_error(monkeypatch):
     """vLLM multiplies by another weight than expected."""
     one = query_rotation()
     mla_absorb.adopt(one.attn, True, 64)
-    one.take(True)
+    one.apply_decision(True)
     product = lambda x, *_, YQ=None, **__: x.new_zeros(x.shape[1], HEADS, KV if YQ is None else V)
     monkeypatch.setattr("vllm._aiter_ops.rocm_aiter_ops.triton_fp8_bmm", product)
     for name in ("W_K", "W_K_scale", "W_V", "W_V_scale"):
@@ -227,10 +227,10 @@ def test_kernels_must_take_the_sizes(monkeypatch):
 def test_a_layer_takes_and_drops_the_fused_launch():
     one = query_rotation()
     assert not one.runs_unmeasured()
-    one.take(True)
+    one.apply_decision(True)
     assert one.decoder.rotation is one and one.attn.forward_impl == one.forward_impl
-    one.take(False)
+    one.apply_decision(False)
     assert one.decoder.rotation is None and one.attn.forward_impl.__func__ is type(one.attn).forward_impl
     one.decoder.is_forced = True
-    one.take(False)
+    one.apply_decision(False)
     assert one.runs_unmeasured() and one.decoder.rotation is one

@@ -159,10 +159,10 @@ def test_experts_take_what_they_were_handed(monkeypatch):
     kept = {"w2_scale": torch.ones(4, 2, 1), "a1_scale": None, "a2_scale": None, "shuffled": False}
     kept |= {"w1_bias": None, "w2_bias": None, "weight_only": False}
     block, channel = (Fake(**kept, w1_scale=torch.ones(shape)) for shape in ((4, 2, 2), (4, 256)))
-    routing = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32), None
+    routing = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32)
 
     def takes(kept, x, on_input=False) -> bool:
-        base.run(kept, None, x, w1, w2, *routing, on_input, (None, 1.0, 0.0, False), 4)
+        base.run(kept, None, (x, w1, w2, *routing), (None, on_input, (None, 1.0, 0.0, False), 4))
         first, scale, dtype = asked[-1][0], asked[-1][8], asked[-1][5]
         assert dtype == torch.bfloat16 and (scale is scales) is (first is values)
         return first is values

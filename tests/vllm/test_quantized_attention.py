@@ -356,7 +356,7 @@ def made(takes_scale: bool, baseline_always_serves: bool = False, quantizes: boo
             return output
 
     plain = type("Impl", (attention.DecodeImpl, Baseline), {"__init__": lambda self: None})
-    impl = (quantized_attention.quantizing(plain) if quantizes else plain)()
+    impl = (seam.mixed(quantized_attention.QuantizingImpl, plain) if quantizes else plain)()
     impl.rocm_ops = fake_decoder(serve=lambda *_: False, baseline_always_serves=lambda: baseline_always_serves)
     impl.rocm_ops.quantized = "?"
     return impl, calls
@@ -434,10 +434,10 @@ def test_quantized_results_are_compared_dequantized(kind):
 
 
 def test_the_seam_needs_vllms_arguments(configuration, monkeypatch):
-    quantized_attention.probe()
+    quantized_attention.SEAM.probe()
     monkeypatch.setattr(quantized_attention.split, "ARGUMENTS", ("query", "output"))
     with pytest.raises(seam.Unavailable, match="lacks unified_attention_with_output.query, output., got .query, key,"):
-        quantized_attention.probe()
+        quantized_attention.SEAM.probe()
 
 
 def test_vllms_op_writes_what_it_is_given(configuration):

@@ -7,6 +7,7 @@ tests/emulator tests.
 import collections
 import functools
 import os
+import sys
 import types
 
 import checkpoints
@@ -27,6 +28,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm_rocm_ops import collectives, ops
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core.correctness import as_tuple
+from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import all_reduce_norm, all_reduce_timing, compilation, compiled_ops, rewrite
 from vllm_rocm_ops.vllm.selection import kernel_selection, report
 from vllm_rocm_ops.vllm.selection.key import FP8_SUMS
@@ -424,7 +426,7 @@ def test_a_step_whose_rank_was_missing_fails(name):
 
 
 @pytest.mark.parametrize("name", ["fused_allreduce_rms_norm", "fused_allreduce_gemma_rms_norm"])
-def test_functions_of_models_that_are_not_compiled(shared, name):
+def test_functions_of_models_that_are_not_compiled(monkeypatch, shared, name):
     """The fused op has the values of an all-reduce and vLLM's norm; beyond the launch's limit, vLLM's runs."""
     gemma = "gemma" in name
     layer = (GemmaRMSNorm if gemma else RMSNorm)(HIDDEN, eps=EPSILON)
@@ -441,7 +443,8 @@ def test_functions_of_models_that_are_not_compiled(shared, name):
     assert fused(more, more.clone(), layer) == "vLLM's" == fused(x.float(), given.float(), layer)
     module = types.ModuleType("model")
     module.kept = setattr(module, name, len)
-    all_reduce_norm.replace_everywhere([module, types.ModuleType("other")], name, len, fused)
+    monkeypatch.setitem(sys.modules, "model", module)
+    seam.replace_function(name, len, fused)
     assert getattr(module, name) is fused and fused.vllms is not fused
 
 

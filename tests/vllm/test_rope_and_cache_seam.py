@@ -227,7 +227,7 @@ def test_norms_over_all_heads_that_stay_vllms(found, monkeypatch, what):
     [front] = found(layer)
     assert front.op is NORMED and front.traits.over_all
     for serves in (True, False):
-        front.take(serves)
+        front.apply_decision(serves)
         assert [getattr(norm, model_queries.MARKED) for norm in layer.norms] == [serves] * 2
         reached = [taken for kind, taken, _ in coverage.layers(layer) if kind == "norms"]
         assert reached == [serves] * 2
@@ -247,13 +247,13 @@ def test_layers_that_share_a_rotation_are_served_together(found):
     fronts[1].pattern = fronts[1].pattern._replace(shape="other")
     for choices in ((True, False), (False, True), (False, False)):
         for one, choice in zip(fronts, choices):
-            one.take(choice)
+            one.apply_decision(choice)
         assert rotary._forward_method == rotary.forward_native
     for one in fronts:
-        one.take(True)
+        one.apply_decision(True)
     assert rotary._forward_method.__name__ == "marked"
     assert len(found(*layers)) == 2 and rotary._forward_method == rotary.forward_native, "another model of the process"
-    fronts[0].take(True)
+    fronts[0].apply_decision(True)
     assert rotary._forward_method.__name__ == "marked"
     layers[1].attn.use_direct_call = True
     assert found(*layers) == []
@@ -390,7 +390,7 @@ def stepped(configuration, monkeypatch):
         given = layer.attn, cache if has_cache else cache[:0], slots[:2, None] if has_cache else None
         context = "vllm.model_executor.layers.attention.attention.get_attention_context"
         monkeypatch.setattr(context, lambda name: (None, *given))
-        wanted = one.completed(one.computed(qkv, positions), qkv, slots, cache.clone())
+        wanted = one.baseline_outputs(one.graph_outputs(qkv, positions), qkv, slots, cache.clone())
         (q, k, v), norm = one.parts(qkv.clone()), one.weights() or (None, None, 0.0)
         outs = [torch.full_like(x, torch.nan).contiguous() for x in (q, k)] if one.norms else [None, None]
         angles = positions, layer.rotary_emb.cos_sin_cache, layer.rotary_emb.is_neox_style
@@ -607,14 +607,14 @@ from vllm_rocm_ops.vllm.attention import backends
 from vllm_rocm_ops.vllm.attention.rope_pre_attention import RopePreAttention
 from vllm_rocm_ops.vllm.graph import compilation
 
-def completed(self, rotated, qkv, slots, cache):
+def baseline_outputs(self, rotated, qkv, slots, cache):
     q, k = (x.unflatten(1, (-1, self.heads[2])) for x in rotated)
     keys, values = backends.of_cpu(self.decoder.impl, self.attn, cache)
     keys[slots // 16, slots % 16], values[slots // 16, slots % 16] = k, self.parts(qkv)[2]
     return q, k, cache
 
 on_cpu.time_launches(qk_norm_rope_and_cache="query_out")
-RopePreAttention.completed = completed
+RopePreAttention.baseline_outputs = baseline_outputs
 """
 
 

@@ -238,7 +238,7 @@ def test_gates_that_stay(why):
     options, change = STAY[why]
     kernel_selection.begin_recording()
     layer, other = Moe(**options), Moe()
-    assert not routing_gate.refusal(other, gate_calls.Gate(other.gate))
+    assert not routing_gate.unsupported_reason(other, gate_calls.Gate(other.gate))
     if change:
         change(layer)
     plain = type(layer.gate)

@@ -6,6 +6,7 @@ import torch
 from fakes import Fake, fake_decoder, parameter
 from vllm._aiter_ops import rocm_aiter_ops
 
+from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends, mla_absorb
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention import mla as mla_attention
@@ -138,6 +139,6 @@ def test_tokens_of_another_type_than_the_weight_are_torchs():
     """torch raises the error."""
     layer = Fake(W_UK_T=parameter(torch.ones(2, 8, 8).bfloat16()))
     mla_absorb.adopt(layer, True, 64)
-    assert type(layer.W_UK_T) is mla_absorb.AbsorbedParameter
+    assert type(layer.W_UK_T) is seam.mixed(mla_absorb.Absorbed, torch.nn.Parameter)
     with pytest.raises(RuntimeError, match="Half"):
         torch.bmm(torch.ones(2, 1, 8).half(), layer.W_UK_T)

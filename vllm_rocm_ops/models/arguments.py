@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import MX_SCALES, STATIC
 from vllm_rocm_ops.models.config import EXPERTS, MX_ALONE
 from vllm_rocm_ops.ops.shared.gated_delta_net import MOST_PROJECTED
@@ -12,98 +13,44 @@ from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 
 
-def norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, *one_plus: bool) -> tuple:
-    """Return arguments of an unquantized RMSNorm. `one_plus`, here and below, tells that it multiplies by 1 + weight."""
-    rows = [inputs.values(tokens, hidden) for _ in range(2 if residual else 1)]
-    return *rows, inputs.values(hidden), epsilon, *one_plus
+def of_rows(op: Op, inputs: Inputs, **tensors: object) -> tuple:
+    """Return the arguments of an op on rows: these, scale and dtype of its quantized result, and its defaults."""
+    given = {"scale": inputs.scales(1), "quant_dtype": inputs.fp8_dtype}
+    given = op.Arguments._field_defaults | given | tensors
+    return tuple(given[name] for name in op.Arguments._fields)
 
 
-def static_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, *one_plus: bool) -> tuple:
-    """Return arguments of an RMSNorm with a static scale."""
-    *tensors, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
-    return *tensors, inputs.scales(1), epsilon, inputs.fp8_dtype, *one_plus
+def norm(
+    op: Op, tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, one_plus: bool = False
+) -> tuple:
+    """Return arguments of an RMSNorm. With `one_plus` it multiplies by 1 + weight."""
+    x, *rest, weight = (inputs.values(*shape) for shape in [(tokens, hidden)] * (1 + residual) + [(hidden,)])
+    given = {"input": x, "residual": rest[0] if rest else None, "weight": weight}
+    return of_rows(op, inputs, **given, epsilon=epsilon, one_plus_weight=one_plus)
 
 
-def token_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, *one_plus: bool) -> tuple:
-    """Return arguments of an RMSNorm with dynamic scales per token."""
-    x, *rest, weight, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
-    return x, weight, epsilon, inputs.fp8_dtype, None, *(rest or [None]), *one_plus
-
-
-def block_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, *one_plus: bool) -> tuple:
-    """Return arguments of an RMSNorm with dynamic scales per block."""
-    *quantized, upper_bound, rest = token_norm(tokens, inputs, hidden, residual, epsilon)
-    return *quantized, BLOCK, False, upper_bound, rest, *one_plus
-
-
-def both_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, *one_plus: bool) -> tuple:
-    """Return arguments of `rms_norm_and_per_block_quant`."""
-    *quantized, _, rest = token_norm(tokens, inputs, hidden, residual, epsilon)
-    return *quantized, rest, *one_plus
-
-
-def mx_norm(tokens: int, inputs: Inputs, hidden: int, residual: bool, epsilon: float, *one_plus: bool) -> tuple:
-    """Return arguments of an RMSNorm to MX-FP8."""
-    x, *rest, weight, epsilon = norm(tokens, inputs, hidden, residual, epsilon)
-    return x, weight, epsilon, *(rest or [None]), *one_plus
-
-
-def gate(tokens: int, inputs: Inputs, hidden: int, size: int, *more) -> tuple:
-    """Return arguments of an output gate on heads of `size` elements to MX-FP8, or with `more` arguments."""
+def gate(op: Op, tokens: int, inputs: Inputs, hidden: int, size: int) -> tuple:
+    """Return arguments of an output gate on heads of `size` elements."""
     both = inputs.values(tokens, hidden // size, 2 * size)
-    return inputs.values(tokens, hidden), both[..., size:], *more
+    return of_rows(op, inputs, input=inputs.values(tokens, hidden), gate=both[..., size:])
 
 
-def static_gate(tokens: int, inputs: Inputs, hidden: int, size: int) -> tuple:
-    """Return arguments of an output gate with a static scale."""
-    return gate(tokens, inputs, hidden, size, inputs.scales(1), inputs.fp8_dtype)
-
-
-def dynamic_gate(tokens: int, inputs: Inputs, hidden: int, size: int) -> tuple:
-    """Return arguments of an output gate with dynamic scales."""
-    return gate(tokens, inputs, hidden, size, inputs.fp8_dtype)
-
-
-def expert_gate(tokens: int, inputs: Inputs, hidden: int, columns: int, *more) -> tuple:
-    """Return arguments of a shared expert's gated activation, with tokens of `columns`, unquantized or with `more` arguments."""
+def expert_gate(op: Op, tokens: int, inputs: Inputs, hidden: int, columns: int) -> tuple:
+    """Return arguments of a shared expert's gated activation, with tokens of `columns`."""
     gate = inputs.values(1, columns) * columns**-0.5
-    return inputs.values(tokens, 2 * hidden), inputs.values(tokens, columns), gate, *more
+    rows = {"input": inputs.values(tokens, 2 * hidden), "tokens": inputs.values(tokens, columns)}
+    return of_rows(op, inputs, **rows, expert_gate=gate)
 
 
-def static_expert_gate(tokens: int, inputs: Inputs, hidden: int, columns: int) -> tuple:
-    """Return arguments of a shared expert's gated activation with a static scale."""
-    return expert_gate(tokens, inputs, hidden, columns, inputs.scales(1), inputs.fp8_dtype)
-
-
-def dynamic_expert_gate(tokens: int, inputs: Inputs, hidden: int, columns: int) -> tuple:
-    """Return arguments of a shared expert's gated activation with dynamic scales."""
-    return expert_gate(tokens, inputs, hidden, columns, inputs.fp8_dtype)
-
-
-def activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
-    """Return arguments of an unquantized SwiGLU, or one to MX-FP8."""
-    return (inputs.values(tokens, 2 * hidden),)
-
-
-def static_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
-    """Return arguments of a SwiGLU with a static scale."""
-    return inputs.values(tokens, 2 * hidden), inputs.scales(1), inputs.fp8_dtype
-
-
-def dynamic_activation(tokens: int, inputs: Inputs, hidden: int) -> tuple:
-    """Return arguments of a SwiGLU with dynamic scales."""
-    return inputs.values(tokens, 2 * hidden), inputs.fp8_dtype
+def activation(op: Op, tokens: int, inputs: Inputs, hidden: int) -> tuple:
+    """Return arguments of a SwiGLU."""
+    return of_rows(op, inputs, input=inputs.values(tokens, 2 * hidden))
 
 
 def routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool, *rest) -> tuple:
-    """Return arguments of `grouped_topk`."""
-    *options, has_bias = rest
+    """Return arguments of `grouped_topk`, or without `rest` of `topk_softmax`."""
+    *options, has_bias = rest or (False,)
     return inputs.values(tokens, experts), topk, renormalize, *options, inputs.scales(experts) if has_bias else None
-
-
-def softmax_routing(tokens: int, inputs: Inputs, experts: int, topk: int, renormalize: bool) -> tuple:
-    """Return arguments of `topk_softmax`."""
-    return inputs.values(tokens, experts), topk, renormalize, None
 
 
 def experts(

@@ -40,14 +40,7 @@ PLAIN_ROUTING = 1, 1, "softmax", 1.0, False
 """`grouped_topk`'s parameters with which it routes as `topk_softmax`: groups, scores, scale, and whether there is a bias."""
 EXPERT_GATES = {
     layers.ACTIVATIONS[kind][0]: gated
-    for kind, gated in layers.with_arguments(
-        by_quantization.EXPERT_GATES,
-        none=model_arguments.expert_gate,
-        static=model_arguments.static_expert_gate,
-        token=model_arguments.dynamic_expert_gate,
-        block=model_arguments.dynamic_expert_gate,
-        mx=model_arguments.expert_gate,
-    ).items()
+    for kind, gated in layers.with_arguments(by_quantization.EXPERT_GATES, model_arguments.expert_gate).items()
 }
 """A shared expert's activation with its gate, in place of the activation alone."""
 KINDS = {STATIC: "static", BLOCKS: "groups"}
@@ -148,9 +141,9 @@ def quantized_hidden(config: dict, tp: int = 1, ep: int | None = None, arch: str
         return []
     if model_config.EXPERTS[experts.parameters[5]].group != BLOCK or norm.parameters[0] % BLOCK:
         return []
-    quantizes = {"op": ops.rms_norm_and_per_block_quant, "arguments": model_arguments.both_norm}
+    op = ops.rms_norm_and_per_block_quant
     return [
-        dataclasses.replace(norm, **quantizes),
+        dataclasses.replace(norm, op=op, arguments=layers.ARGUMENTS[op]),
         dataclasses.replace(experts, parameters=(*experts.parameters[:6], True, *experts.parameters[7:])),
     ]
 

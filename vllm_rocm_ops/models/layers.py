@@ -38,50 +38,32 @@ LINEARS = tuple(op for op in registered() if op.linear)
 """Ops of linear layers."""
 
 
-def with_arguments(table: dict[str, tuple[str, ...]], **functions: Callable[..., tuple]) -> dict[str, tuple]:
+def with_arguments(table: dict[str, tuple[str, ...]], make: Callable[..., tuple]) -> dict[str, tuple]:
     """Return the ops of a table without a residual, each with the function that makes its arguments, by quantization."""
-    return {kind: (getattr(ops, table[kind][0]), function) for kind, function in functions.items()}
+    found = ((kind, getattr(ops, names[0])) for kind, names in table.items())
+    return {kind: (op, functools.partial(make, op)) for kind, op in found}
 
 
-NORMS = with_arguments(
-    by_quantization.NORMS,
-    none=model_arguments.norm,
-    static=model_arguments.static_norm,
-    token=model_arguments.token_norm,
-    block=model_arguments.block_norm,
-    mx=model_arguments.mx_norm,
-)
+NORMS = with_arguments(by_quantization.NORMS, model_arguments.norm)
 """Norms without a residual, by the quantization of the linear that reads them; others quantize in a second launch."""
 RESIDUAL = {getattr(ops, one): getattr(ops, two) for one, two in (n for n in by_quantization.NORMS.values() if n[1:])}
 """Norms whose op with a residual is another one."""
-ACTIVATIONS = with_arguments(
-    by_quantization.ACTIVATIONS,
-    none=model_arguments.activation,
-    static=model_arguments.static_activation,
-    token=model_arguments.dynamic_activation,
-    block=model_arguments.dynamic_activation,
-    mx=model_arguments.activation,
-)
+ACTIVATIONS = with_arguments(by_quantization.ACTIVATIONS, model_arguments.activation)
 """Activations by the quantization of the linear that reads them."""
-GATES = with_arguments(
-    by_quantization.GATES,
-    static=model_arguments.static_gate,
-    token=model_arguments.dynamic_gate,
-    block=model_arguments.dynamic_gate,
-    mx=model_arguments.gate,
-)
+GATES = with_arguments(by_quantization.GATES, model_arguments.gate)
 """Gates of attention's output by the quantization of the linear that reads it."""
 ARGUMENTS = {
     **{op: op.linear for op in LINEARS},
-    ops.topk_softmax: model_arguments.softmax_routing,
+    ops.topk_softmax: model_arguments.routing,
     ops.grouped_topk: model_arguments.routing,
     ops.fused_experts: model_arguments.experts,
     ops.paged_attention_decode: model_arguments.heads_attention,
     ops.mla_decode: model_arguments.mla_attention,
     ops.batched_gemm: model_arguments.absorbed,
     **dict([*NORMS.values(), *ACTIVATIONS.values(), *GATES.values()]),
-    **{RESIDUAL[op]: arguments for op, arguments in NORMS.values() if op in RESIDUAL},
-    ops.rms_norm_and_per_block_quant: model_arguments.both_norm,
+    **{
+        op: functools.partial(model_arguments.norm, op) for op in (*RESIDUAL.values(), ops.rms_norm_and_per_block_quant)
+    },
 }
 """Functions that make the arguments of a step's ops."""
 

@@ -51,7 +51,6 @@ class Builder:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """End the process and its forks."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from vllm_rocm_ops.core import archs, tables
+from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.models.layers import LayerCall
 from vllm_rocm_ops.tools import check, options
 from vllm_rocm_ops.tools.bench.baselines import ADVICE, baselines
@@ -63,16 +63,11 @@ def survey(
     machine = next((piece["machine"] for piece in driver["found"] if "machine" in piece), {})
     if machine.get("arch") not in archs.ARCHS:
         raise RuntimeError("; ".join(check.wrong_of(driver)) or "no supported GPU found")
-    arch, path = archs.ARCHS[machine["arch"]], kernel_selection.path_of(machine)
+    arch = archs.ARCHS[machine["arch"]]
     calls = options.calls_of(model, tp, ep, arch)
 
     def update(change: Callable[[kernel_selection.Record], None]) -> kernel_selection.Record:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tables.locked(path.with_suffix(".lock"), LOCK_SECONDS):  # a starting worker may write it, too
-            record = kernel_selection.read(path, machine)
-            change(record)
-            kernel_selection.write(path, record)
-        return record
+        return kernel_selection.update(machine, change, LOCK_SECONDS)  # a starting worker may write it, too
 
     step = [[call.op.name, comparisons.shapes_of(call, arch), call.count] for call in calls if call.count]
     name = f"{model}, TP {tp or 1}" + f", EP {ep or tp or 1}" * (ep is not None)

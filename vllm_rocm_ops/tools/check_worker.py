@@ -99,7 +99,6 @@ class Worker:
         self.context, self.process = context, None
 
     def start(self) -> None:
-        """Start a process unless one is alive."""
         if self.process is not None and not self.process.is_alive():
             self.close()
         if self.process is None:
@@ -109,7 +108,6 @@ class Worker:
             given.close()
 
     def close(self, kill: bool = False) -> int | None:
-        """Stop the process and return its exit code."""
         if self.process is None:
             return None
         with contextlib.suppress(OSError):

@@ -94,7 +94,7 @@ def around(config: dict, tp: int, ep: int | None, arch: Arch) -> list[LayerCall]
     return sorted(fused, key=lambda call: call.fusion in fused_calls.AROUND_ATTENTION)
 
 
-def explain_model(
+def table(
     calls: list[LayerCall],
     arch: Arch,
     batches: tuple[int, ...],
@@ -105,21 +105,8 @@ def explain_model(
 
     Columns are layer, calls per step, op, tokens, kernel, blocks of the kernels at each batch size, and configuration with its
     reason. Batch sizes that differ in blocks only share a row. This machine's measurements decide which kernel serves, and
-    fixed limits decide unmeasured calls. Without `verbose`, reasons follow the kernels, and op, blocks and configuration are
-    omitted.
+    fixed limits decide unmeasured calls. Without `verbose` reasons have no configurations.
     """
-    rows = table(calls, arch, batches, verbose, unserved)
-    return rows if verbose else shortened(rows)
-
-
-def table(
-    calls: list[LayerCall],
-    arch: Arch,
-    batches: tuple[int, ...],
-    verbose: bool,
-    unserved: Sequence[tuple[Launch, int]] = (),
-) -> list[tuple[str, ...]]:
-    """Return a table of `explain_model` with all columns. Without `verbose` its reasons have no configurations."""
     lines: list[tuple[str, ...]] = [("layer", "calls", "op", "tokens", "kernel", "blocks", "configuration")]
     record = comparisons.record_for(arch)
     fused = {part: call for call in calls for part in call.parts}
@@ -200,7 +187,7 @@ def summary(
 
 
 def lines_of(rows: list[tuple[str, ...]], verbose: bool) -> list[str]:
-    """Format a table of `explain_model`."""
+    """Format a table of a model's calls."""
     return columns(rows, None if verbose else WIDTH)
 
 

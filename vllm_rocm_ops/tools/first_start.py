@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 from vllm_rocm_ops.collectives import launches
 from vllm_rocm_ops.core import op as op_module
-from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.tools import check, check_worker, smoke
 from vllm_rocm_ops.vllm.selection import kernel_selection
 
@@ -60,11 +59,7 @@ def run(worker: check_worker.Worker, end: float) -> dict:
 
     def keep() -> None:
         if machine:
-            path = kernel_selection.path_of(machine)
-            with tables.locked(path.with_suffix(".lock"), 1.0):
-                record = kernel_selection.read(path, machine)
-                record.off |= off
-                kernel_selection.write(path, record)
+            kernel_selection.update(machine, lambda record: record.off.update(off), 1.0)
 
     for stage in todo:
         left = end - time.monotonic() - GRACE_SECONDS

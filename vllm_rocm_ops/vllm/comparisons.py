@@ -5,7 +5,6 @@ The commands know a model's call by op and arguments. For them each entry also h
     limit                        the token limit of the plugin's kernel before timing
     by_attention                 whether it serves only if timed, or with VLLM_ROCM_OPS_ATTENTION=1
     layers_of(a)                 the layer descriptions under which a call with these arguments may have been timed
-    exact_of(a, rows, columns)   these rows and columns of the call's result, in float32
 """
 
 import torch
@@ -15,7 +14,7 @@ from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention import (
-    gated_delta_net_timing,
+    gated_delta_net_comparison,
     mla_absorb,
     mla_pre_attention,
     mla_rotation,
@@ -35,7 +34,7 @@ RECORDED = {
     ops.batched_gemm_rope: lambda *call: [mla_rotation.shape_of(*call)],
     ops.rope_and_cache: rope_pre_attention.shapes_of,
     ops.qk_norm_rope_and_cache: rope_pre_attention.shapes_of,
-    ops.gated_delta_net_decode: gated_delta_net_timing.shapes_of,
+    ops.gated_delta_net_decode: gated_delta_net_comparison.shapes_of,
 }
 """Functions that return the shapes under which a model's call may have been timed, from its parameters and dtype."""
 ATTENTION = ops.paged_attention_decode, ops.mla_decode

@@ -18,7 +18,7 @@ import vllm_rocm_ops
 from vllm_rocm_ops.core import tables
 from vllm_rocm_ops.core.quantization import MX_BLOCK
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import gated_delta_net_layer as delta_net
+from vllm_rocm_ops.vllm.attention import gated_delta_net_core as delta_net
 from vllm_rocm_ops.vllm.attention import rope_pre_attention
 from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, model_queries
@@ -98,7 +98,7 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, bool, str]]:
             yield kind, isinstance(module, delta_net.OneLaunch), name
         elif kind is not None:
             method = type(getattr(module, "quant_method", module)).__name__
-            why = expert_support.first_call_refusal(module)
+            why = getattr(expert_support.experts_of(module), "refused", "")
             yield kind, next(kernels_of(module), None) is not None, f"{method}, {why}" if why else method
 
 
@@ -146,40 +146,24 @@ def log_results(reached: dict[str, Coverage]) -> None:
         logger.warning("vllm-rocm-ops: not covered, vLLM's own code runs: %s", "; ".join(missed))
 
 
-@dataclasses.dataclass
-class Packed:
-    """Count layers whose MX weights stay packed where vLLM's emulation multiplies copies in bf16, and bytes."""
-
-    layers: int = 0
-    bytes: int = 0
-    copies: int = 0
-    largest: int = 0
-    """The bytes of one layer's copies, which a call makes that the plugin does not serve."""
-
-
-def packed(models: Iterable[torch.nn.Module]) -> Packed:
-    """Return the packed MX weights of models."""
-    result = Packed()
+def packed(models: Iterable[torch.nn.Module]) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of each layer's packed MX weights, and of the copies in bf16 that vLLM's emulation multiplies."""
     for module in (module for model in models for module in model.modules()):
-        if not any(mx_weights.has_packed_weights(kernel) for kernel in kernels_of(module)):
-            continue
-        parameters = {name: value for name, value in module.named_parameters(recurse=False) if "weight" in name}
-        scales = [value for name, value in parameters.items() if "scale" in name]
-        copies = sum(scale.numel() for scale in scales) * MX_BLOCK * torch.bfloat16.itemsize
-        result.layers += 1
-        result.bytes += sum(value.nbytes for value in parameters.values())
-        result.copies, result.largest = result.copies + copies, max(result.largest, copies)
-    return result
+        if any(mx_weights.has_packed_weights(kernel) for kernel in kernels_of(module)):
+            weights = {name: value for name, value in module.named_parameters(recurse=False) if "weight" in name}
+            blocks = sum(value.numel() for name, value in weights.items() if "scale" in name)
+            yield sum(value.nbytes for value in weights.values()), blocks * MX_BLOCK * torch.bfloat16.itemsize
 
 
-def log_packed(packed: Packed) -> None:
+def log_packed(packed: list[tuple[int, int]]) -> None:
     """Log what packed MX weights save and cost."""
-    if packed.layers:
+    if packed:
+        taken, copies = zip(*packed)
         logger.info(
             "vllm-rocm-ops: %d layers keep MX weights packed: %.1f GiB; copies in bf16 would take %.1f GiB. A call of more tokens than "
             "the plugin serves copies one layer at a time, %.2f GiB at most; %s=1 keeps vLLM's copies",
-            packed.layers,
-            *(amount / 2**30 for amount in (packed.bytes, packed.copies, packed.largest)),
+            len(packed),
+            *(amount / 2**30 for amount in (sum(taken), sum(copies), max(copies))),
             "=1 or ".join(mx_weights.DEQUANT_AT_LOAD.values()),
         )
 

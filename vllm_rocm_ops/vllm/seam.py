@@ -16,13 +16,16 @@ ops' references run.
 """
 
 import ast
+import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import logging
 import pkgutil
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vllm_rocm_ops.core import archs, envs
@@ -128,9 +131,31 @@ def replace(op_class: type, plugin: type) -> type:
     return plugin
 
 
-def log_off(level: int, what: str, reason: str) -> None:
-    """Log seams that are off, and why."""
-    logger.log(level, "vllm-rocm-ops%s off: %s. vLLM's own code runs.", what, reason)
+def replace_function(name: str, function: Callable, plugin: Callable) -> None:
+    """Replace a function of vLLM's in every module that imported it by name."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is function:
+            setattr(module, name, plugin)
+
+
+@functools.cache
+def mixed(mixin: type, plain: type) -> type:
+    """Return the plugin's subclass of a class of vLLM's, with the same name."""
+    return type(plain.__name__, (mixin, plain), {"__module__": plain.__module__})
+
+
+def plain_of(module: object, mixin: type) -> type:
+    """Return vLLM's class of an object, which may have the plugin's, `mixed`."""
+    return type(module).__bases__[1] if isinstance(module, mixin) else type(module)
+
+
+@contextlib.contextmanager
+def surviving(what: str, level: int = logging.WARNING) -> Iterator[None]:
+    """Log an exception with what does not happen because of it, and go on: vLLM starts anyway."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        logger.log(level, "vllm-rocm-ops: %s: %s: %s", what, type(error).__name__, error)
 
 
 def load(name: str) -> Seam:
@@ -169,7 +194,7 @@ def install_all() -> list[Status]:
     for level, reasons in off.items():
         for reason, names in reasons.items():
             what = " is" if len(names) == len(_status) - for_others else f": {', '.join(names)}"
-            log_off(level, what, reason)
+            logger.log(level, "vllm-rocm-ops%s off: %s. vLLM's own code runs.", what, reason)
     if untested:
         text = "vllm-rocm-ops: VLLM_ROCM_OPS_ANY_VERSION=1 enables %s, not tested on vLLM %s"
         logger.warning(text, ", ".join(untested), vllm.__version__)
@@ -299,6 +324,18 @@ def require(holds: object, wanted: str) -> None:
     """Raise `Unavailable` unless a probe's condition holds."""
     if not holds:
         raise Unavailable(f"this vLLM lacks {wanted}")
+
+
+def replaceable(module: object, name: str, kind: str = "CustomOp") -> type:
+    """Return a class of vLLM's. Raise `Unavailable` unless a plugin may replace it through `register_oot`."""
+    from vllm.model_executor import custom_op
+
+    found = getattr(module, name, None)
+    require(isinstance(found, type) and issubclass(found, getattr(custom_op, kind)), f"{name} as a {kind}")
+    require(name not in custom_op.op_registry_oot, f"a free {name}: another plugin has replaced it")
+    if kind == "CustomOp":
+        require_parameters(found.dispatch_forward, "compile_native")
+    return found
 
 
 def require_parameters(function: Callable, *names: str) -> None:

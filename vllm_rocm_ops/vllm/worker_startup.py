@@ -120,16 +120,10 @@ def log_calls(worker) -> None:
     """Log a worker's calls so far on the first rank, and write them for `vllm-rocm-ops doctor`."""
     if getattr(worker, "rank", 0):
         return
-    try:
+    with seam.surviving("this start's calls are not recorded for `vllm-rocm-ops doctor`", logging.INFO):
         called = coverage.calls(captured_by(worker.vllm_config))
         coverage.log_calls(called)
         coverage.write(worker, called)
-    except Exception as error:  # noqa: BLE001  the worker starts anyway
-        logger.info(
-            "vllm-rocm-ops: this start's calls are not recorded for `vllm-rocm-ops doctor`: %s: %s",
-            type(error).__name__,
-            error,
-        )
 
 
 def captured_by(config) -> list[int] | tuple[()]:
@@ -143,7 +137,7 @@ def captured_by(config) -> list[int] | tuple[()]:
 
 def warm_up(worker) -> None:
     """Time kernels for a worker, and agree within its tensor-parallel group. The group's first rank logs the result."""
-    try:
+    with seam.surviving("kernel timing failed, default token limits apply"):
         from vllm.config import set_current_vllm_config
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -160,10 +154,6 @@ def warm_up(worker) -> None:
         if left and is_logging_rank:
             text = "vllm-rocm-ops: not timed, as vLLM's profile run did not call them (default token limits apply): %s"
             logger.info(text, ", ".join(left))
-    except Exception as error:  # noqa: BLE001  the worker starts without it
-        logger.warning(
-            "vllm-rocm-ops: kernel timing failed, default token limits apply: %s: %s", type(error).__name__, error
-        )
 
 
 def call_others(models: list[torch.nn.Module], max_tokens: int, dtype: torch.dtype) -> list[str]:
@@ -202,7 +192,7 @@ def call_others(models: list[torch.nn.Module], max_tokens: int, dtype: torch.dty
 
 def before_compiling(worker) -> None:
     """Select a worker's norms, activations and all-reduces, as `warm_up` does for the rest."""
-    try:
+    with seam.surviving("selection of norms and activations failed"):
         from vllm.config import set_current_vllm_config
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -216,14 +206,14 @@ def before_compiling(worker) -> None:
                     routing_gate.adopt(compilation.models_of(worker))
                 if group.rank_in_group == 0:
                     coverage.log_results(coverage.reached(worker))
-                    coverage.log_packed(coverage.packed(compilation.models_of(worker)))
+                    coverage.log_packed([*coverage.packed(compilation.models_of(worker))])
         finally:
             compile_cache.mark_again(worker)
-    except Exception as error:  # noqa: BLE001  the worker starts without it
-        logger.warning("vllm-rocm-ops: selection of norms and activations failed: %s: %s", type(error).__name__, error)
 
 
-def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Callable, is_logging_rank: bool) -> None:
+def select_compiled_ops(
+    worker, clock: kernel_timing.GraphClock | None, gather: Callable, is_logging_rank: bool
+) -> None:
     """Select for the models that a worker has loaded. Without a clock only recorded times are used."""
     config, models = worker.vllm_config, compilation.models_of(worker)
     compiles = [compilation.is_compiled(config, model) for model in models]
@@ -257,7 +247,7 @@ def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Calla
     others = tuple(filter(None, [decide(config, decided) for decide in compiled_ops.deciders]))
     decisions = compiled_ops.decide(comparisons, decided)
     for choice in comparisons:
-        choice.take(decisions[choice.pattern])
+        choice.apply_decision(decisions[choice.pattern])
     patterns = {
         comparison.producer: comparison.pattern
         for comparison in comparisons
@@ -274,13 +264,13 @@ def select_compiled_ops(worker, clock: kernel_timing.Clock | None, gather: Calla
         kernel_timing.log_results(record, decided, set(distinct))
 
 
-def clock() -> kernel_timing.Clock | None:
+def clock() -> kernel_timing.GraphClock | None:
     """Return the clock for this device, None on CPU and with VLLM_ROCM_OPS_MEASURE=0."""
     measures = envs.VLLM_ROCM_OPS_MEASURE != "0" and seam.served_platform() != "cpu"
     return kernel_timing.GraphClock() if measures else None
 
 
-def group_clock() -> group_clocks.Clock | None:
+def group_clock() -> group_clocks.GraphClock | None:
     """Return the clock for calls that ranks make together, None where `clock` is or without a GPU."""
     return group_clocks.GraphClock() if clock() is not None and torch.cuda.is_available() else None
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.ops import flash_attention
-from vllm_rocm_ops.tools.bench.baselines import ATTENTION, Baseline, baselines
-from vllm_rocm_ops.tools.bench.shapes import Check, Shape
+from vllm_rocm_ops.tools.bench.baselines import ATTENTION, Baseline
+from vllm_rocm_ops.tools.bench.shapes import Check, Shape, relative_error
 
 # batch, heads, KV heads, query rows, keys, key head size, value head size; each causal (aligned to the last key) and not causal
 SHAPES = {
@@ -31,27 +31,17 @@ SHAPES = {
 class Attention(Shape):
     """Define one dense attention call."""
 
-    draws_on_device = True
+    draws_on_device, listed = True, ATTENTION
 
     def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
         """Return one set: a call is compute-bound, so its arguments need not be cold."""
         return [arguments]
 
-    def flops(self, sizes: Mapping[str, int]) -> int:
-        return sizes["flops"]
-
-    def baselines(self, sets: list[tuple]) -> Mapping[str, Baseline]:
-        return baselines(self.op, ATTENTION)
-
     def check(self, sets: list[tuple], device: str, baselines: Mapping[str, Baseline]) -> Check:
         """Return a check for the relative error (norm) of the plugin's result against the fp32 reference."""
         arguments = sets[0]
         exact, _, _ = flash_attention.reference(*(v.float() if isinstance(v, Tensor) else v for v in arguments))
-
-        def fields() -> dict[str, object]:
-            return {"relative_error": ((flash_attention(*arguments)[0] - exact).norm() / exact.norm()).item()}
-
-        return fields
+        return lambda: {"relative_error": relative_error(flash_attention(*arguments)[0], exact)}
 
 
 def attention(dtype: torch.dtype = torch.bfloat16) -> Iterator[Attention]:

@@ -18,8 +18,8 @@ from vllm_rocm_ops.core.clock import COLD_BYTES, Clock
 from vllm_rocm_ops.core.op import Case, Op
 from vllm_rocm_ops.ops import mla_decode, paged_attention_decode
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
-from vllm_rocm_ops.tools.bench.baselines import DECODE_ATTENTION, Baseline, baselines
-from vllm_rocm_ops.tools.bench.shapes import Check, Shape
+from vllm_rocm_ops.tools.bench.baselines import DECODE_ATTENTION, Baseline
+from vllm_rocm_ops.tools.bench.shapes import Check, Shape, relative_error
 
 BATCHES = tuple(2**i for i in range(8))
 CONTEXTS = 128, 1024, 4096, 16384, 65536, 131072
@@ -49,7 +49,7 @@ class Decode(Shape):
     """Define one decode call; `keys` is the total over the requests."""
 
     keys: int = 0
-    draws_on_device = True
+    draws_on_device, listed = True, DECODE_ATTENTION
 
     def sets(self, clock: Clock, arguments: tuple) -> list[tuple]:
         """Return one set if its cache exceeds the GPU's caches."""
@@ -64,12 +64,6 @@ class Decode(Shape):
             of_key, rows = a.key_cache[0, 0].nbytes + a.value_cache[0, 0].nbytes, 2 * a.query.nbytes
         return self.keys * of_key + rows
 
-    def flops(self, sizes: Mapping[str, int]) -> int:
-        return sizes["flops"]
-
-    def baselines(self, sets: list[tuple]) -> Mapping[str, Baseline]:
-        return baselines(self.op, DECODE_ATTENTION)
-
     def check(self, sets: list[tuple], device: str, baselines: Mapping[str, Baseline]) -> Check:
         """Return a check for the relative error (norm) of the first and last request."""
         a = self.op.Arguments(*sets[0])
@@ -79,12 +73,7 @@ class Decode(Shape):
         queries = {name: value[rows] for name, value in a._asdict().items() if name in ("query", "q_nope", "q_pe")}
         of_some = a._replace(**queries, block_table=a.block_table[some], seq_lens=a.seq_lens[some])
         exact = self.op.reference(*of_some)[0].double()
-
-        def fields() -> dict[str, object]:
-            results = self.op(*a)[0][rows].double()
-            return {"relative_error": ((results - exact).norm() / exact.norm()).item()}
-
-        return fields
+        return lambda: {"relative_error": relative_error(self.op(*a)[0][rows], exact)}
 
 
 # Shapes

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.ops import gated_delta_net_decode
-from vllm_rocm_ops.tools.bench.baselines import GATED_DELTA_NET, Baseline, baselines
-from vllm_rocm_ops.tools.bench.shapes import Check, Shape
+from vllm_rocm_ops.tools.bench.baselines import GATED_DELTA_NET, Baseline
+from vllm_rocm_ops.tools.bench.shapes import Check, Shape, relative_error
 
 BATCHES = 1, 8, 32, 128
 NEXT = {"heads": (16, 32), "is_interleaved": True, "dtype": torch.bfloat16}
@@ -32,16 +32,13 @@ SIZE, WIDTH = 128, 4  # of K and V, and rows of the convolution
 class Step(Shape):
     """Define one decode step."""
 
-    draws_on_device = True
+    draws_on_device, listed = True, GATED_DELTA_NET
 
     def bytes_moved(self, sets: list[tuple]) -> float:
         """Return the bytes of the states that requests have, read and written, and of rows."""
         a = self.op.Arguments(*sets[0])
         states = (len(a.indices) + a.indices.numel()) * a.state[0].nbytes + 2 * len(a.indices) * a.conv_state[0].nbytes
         return states + a.qkvz.nbytes + a.out.nbytes
-
-    def baselines(self, sets: list[tuple]) -> Mapping[str, Baseline]:
-        return baselines(self.op, GATED_DELTA_NET)
 
     def check(self, sets: list[tuple], device: str, baselines: Mapping[str, Baseline]) -> Check:
         """Return a check for the relative error (norm) of the results against float64."""
@@ -52,7 +49,7 @@ class Step(Shape):
         def fields() -> dict[str, object]:
             given = a._replace(state=a.state.clone(), conv_state=a.conv_state.clone(), out=a.out.clone())
             self.op(*given)
-            return {"relative_error": ((given.out.double() - exact.out).norm() / exact.out.norm()).item()}
+            return {"relative_error": relative_error(given.out, exact.out)}
 
         return fields
 

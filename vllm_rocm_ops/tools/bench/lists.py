@@ -13,7 +13,6 @@ from vllm_rocm_ops.tools.bench import shapes
 from vllm_rocm_ops.tools.bench.attention import attention
 from vllm_rocm_ops.tools.bench.decode_attention import decode_attention
 from vllm_rocm_ops.tools.bench.experts import experts, four_bit_experts
-from vllm_rocm_ops.tools.bench.four_bit import four_bit, mx
 from vllm_rocm_ops.tools.bench.gated_delta_net import gated_delta_net
 from vllm_rocm_ops.tools.bench.gemm_dtypes import gemm_dtypes
 
@@ -23,8 +22,8 @@ LISTS: dict[str, Callable[..., Iterable[shapes.Shape]]] = {
     "expert-gates": shapes.expert_gates,
     "linear": shapes.gemm,
     "linear-shuffled": functools.partial(shapes.gemm, shuffled=True),
-    "linear-four-bit": four_bit,
-    "linear-mx": mx,
+    "linear-four-bit": shapes.four_bit,
+    "linear-mx": shapes.mx,
     "gemm-dtypes": gemm_dtypes,
     "routing": shapes.routing,
     "gates": shapes.gates,

@@ -14,6 +14,7 @@ from vllm_rocm_ops.core import correctness
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.clock import Clock, tensor_bytes
 from vllm_rocm_ops.core.op import Case, Op
+from vllm_rocm_ops.core.quantization import MX
 from vllm_rocm_ops.models import arguments as model_arguments
 from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
@@ -43,6 +44,8 @@ class Shape:
     group: str = ""  # groups cases in a summary
     draws_on_device = False
     """True if arguments are created on the clock's device without `compare`, too."""
+    listed = ""
+    """The bench list whose baselines it is timed against. Empty for the op's own."""
 
     def arguments(self, device: str, fp8_dtype: torch.dtype) -> tuple:
         if self.compare or self.draws_on_device:
@@ -62,7 +65,9 @@ class Shape:
         return tensor_bytes(*a, *outputs, *(getattr(a, name) for name in self.op.mutates))
 
     def flops(self, sizes: Mapping[str, int]) -> int:
-        """Return the FLOPs of a call; 0 for ops other than GEMMs."""
+        """Return the FLOPs of a call, among the sizes or a GEMM's; else 0."""
+        if "flops" in sizes:
+            return sizes["flops"]
         return 2 * sizes["m"] * sizes["n"] * sizes["k"] if {"m", "n", "k"} <= set(sizes) else 0
 
     def check(self, sets: list[tuple], device: str, baselines: Mapping[str, Baseline]) -> Check:
@@ -82,7 +87,7 @@ class Shape:
         return fields
 
     def baselines(self, sets: list[tuple]) -> Mapping[str, Baseline]:
-        return baselines(self.op)
+        return baselines(self.op, self.listed)
 
 
 def select(shapes: Iterable[Shape], op: Iterable[str], case: Iterable[str]) -> list[Shape]:
@@ -112,30 +117,31 @@ def made_case(name: str, dtype: torch.dtype, arguments: Callable, *sizes) -> Cas
 
 ROWS = tuple(2**i for i in range(12))
 HIDDEN = (16384, 7168)  # Llama-3.1-405B and DeepSeek-V3
-NORM = True, 1e-6  # with a residual
-ROW_OPS: dict[Op, tuple] = {
-    ops.fused_add_rms_norm: (model_arguments.norm, *NORM),
-    ops.fused_add_rms_norm_static_fp8_quant: (model_arguments.static_norm, *NORM),
-    ops.rms_norm_dynamic_per_token_quant: (model_arguments.token_norm, *NORM),
-    ops.rms_norm_per_block_quant: (model_arguments.block_norm, *NORM),
-    ops.rms_norm_and_per_block_quant: (model_arguments.both_norm, *NORM),
-    ops.silu_and_mul: (model_arguments.activation,),
-    ops.silu_and_mul_quant: (model_arguments.static_activation,),
-    ops.silu_and_mul_per_token_quant: (model_arguments.dynamic_activation,),
-    ops.silu_and_mul_per_block_quant: (model_arguments.dynamic_activation,),
-    ops.sigmoid_and_mul_quant: (model_arguments.static_gate, 256),
-    ops.sigmoid_and_mul_per_token_quant: (model_arguments.dynamic_gate, 256),
-    ops.sigmoid_and_mul_per_block_quant: (model_arguments.dynamic_gate, 256),
+ROW_OPS = {
+    **dict.fromkeys(
+        (
+            ops.fused_add_rms_norm,
+            ops.fused_add_rms_norm_static_fp8_quant,
+            ops.rms_norm_dynamic_per_token_quant,
+            ops.rms_norm_per_block_quant,
+            ops.rms_norm_and_per_block_quant,
+        ),
+        (True, 1e-6),
+    ),
+    **{op: () for kind, (op, _) in model_layers.ACTIVATIONS.items() if kind != MX},
+    **{op: (256,) for kind, (op, _) in model_layers.GATES.items() if kind != MX},
 }
+"""Ops, with the parameters of their calls after the columns: whether a norm adds a residual, and epsilon; a gate's head size."""
 
 
 def rows(tokens: Iterable[int] = ROWS, dtype: torch.dtype = torch.bfloat16) -> Iterator[Shape]:
     """Yield norms and activations. Raises ValueError for an unsupported dtype."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"the dtype of rows must be bfloat16 or float16, got {dtype}")
-    for (op, (arguments, *parameters)), h, m in itertools.product(ROW_OPS.items(), HIDDEN, tokens):
+    for (op, parameters), h, m in itertools.product(ROW_OPS.items(), HIDDEN, tokens):
         name = f"{m}x{h} {str(dtype).removeprefix('torch.')}"
-        yield Shape(op, made_case(name, dtype, arguments, m, h, *parameters), {"rows": m, "hidden": h}, beside_vllm)
+        case = made_case(name, dtype, model_layers.ARGUMENTS[op], m, h, *parameters)
+        yield Shape(op, case, {"rows": m, "hidden": h}, beside_vllm)
 
 
 SHARED_EXPERTS = {"qwen3-next tp1": (512, 2048), "qwen3-next tp4": (128, 2048), "qwen3.5-397b tp1": (1024, 4096)}
@@ -235,6 +241,31 @@ def gemm(
             yield Shape(op, case, {"m": m, "n": n, "k": k}, beside_float64, **layout)
 
 
+FOUR_BIT_LAYERS = {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}  # N and K
+SPLIT = {"qkv": (8, 1), "o": (1, 8), "gate_up": (8, 1), "down": (1, 8)}  # of N and K on 8 ranks
+GROUPS = (128, 32)
+
+
+def four_bit(tokens: Iterable[int] = TOKENS) -> Iterator[Shape]:
+    """Yield the layers of a decode step on one rank with INT4 weights, with groups of 32 and 128."""
+    return four_bit_layers(ops.w4a16_gemm, "group", GROUPS, tokens)
+
+
+def mx(tokens: Iterable[int] = TOKENS) -> Iterator[Shape]:
+    """Yield the same with MXFP8 and MXFP4 weights."""
+    return four_bit_layers(ops.mx_gemm, "form", ("fp8", "fp4"), tokens)
+
+
+def four_bit_layers(op: Op, trait: str, traits: tuple, tokens: Iterable[int]) -> Iterator[Shape]:
+    """Yield the layers of an op's calls, for each value of a trait."""
+    for value, tp, (layer, (n, k)), m in itertools.product(traits, (1, 8), FOUR_BIT_LAYERS.items(), tokens):
+        of_n, of_k = SPLIT[layer] if tp == 8 else (1, 1)
+        sizes = m, n // of_n, k // of_k
+        name = f"llama-70b tp{tp} {layer} {'x'.join(map(str, sizes))} {trait} {value}"
+        case = made_case(name, torch.bfloat16, op.linear, *sizes, value)
+        yield Shape(op, case, {**dict(zip("mnk", sizes)), trait: value}, beside_float64)
+
+
 def _shuffle(a, weight, *rest) -> tuple:
     weight = weight if weight.is_contiguous() else weight.t()
     return a, weight_layout.shuffle_weight(weight), *rest
@@ -243,7 +274,12 @@ def _shuffle(a, weight, *rest) -> tuple:
 def beside_float64(op: Op, arguments: tuple) -> Check:
     """Return a check for the relative error (norm) against float64."""
     exact = op.reference(*(torch.float64 if value is torch.bfloat16 else value for value in arguments)).double()
-    return lambda: {"relative_error": ((op(*arguments).double() - exact).norm() / exact.norm()).item()}
+    return lambda: {"relative_error": relative_error(op(*arguments), exact)}
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the norm of an error relative to the norm of the exact result."""
+    return ((result.double() - exact).norm() / exact.norm()).item()
 
 
 # Routing
@@ -292,6 +328,6 @@ def chosen_by_logits(op: Op, arguments: tuple) -> Check:
         wanted = ops.grouped_topk.reference(logits, *arguments[2:-1])
         same = torch.equal(chosen[1], wanted[1]) and torch.allclose(chosen[0], wanted[0], rtol=1e-4)
         wrong = None if same else "the logits choose other experts"
-        return {"relative_error": ((logits.double() - exact).norm() / exact.norm()).item(), "wrong": wrong}
+        return {"relative_error": relative_error(logits, exact), "wrong": wrong}
 
     return fields

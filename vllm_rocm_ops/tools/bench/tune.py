@@ -144,7 +144,6 @@ class Table:
                 self.rows = list(csv.DictReader(file))
 
     def has(self, key: Mapping[str, str]) -> bool:
-        """True if a row exists for these sizes, with or without a configuration."""
         return any(self._is_for(row, key) for row in self.rows)
 
     def put(self, key: Mapping[str, str], config: object | None, source: str) -> None:

@@ -61,8 +61,10 @@ class Decoder:
     def __init__(self, impl, backend: Backend):
         from vllm import envs as vllm_envs
         from vllm.config import get_current_vllm_config
+        from vllm.platforms import current_platform
 
         self.impl, self.backend, self.config = impl, backend, get_current_vllm_config()
+        self.fp8_dtype = current_platform.fp8_dtype()
         self.is_forced, self.is_batch_invariant = is_forced(), bool(vllm_envs.VLLM_BATCH_INVARIANT)
         self.is_fp8 = impl.kv_cache_dtype in E4M3
         self.unsupported_reason = next(
@@ -167,19 +169,9 @@ class HeadsDecoder(Decoder):
             return False
         return self.run(batch, layer, query, kv_cache, metadata, output, *scales)
 
-    def run(
-        self,
-        batch: Batch,
-        layer,
-        query: Tensor,
-        kv_cache: Tensor,
-        metadata,
-        output: Tensor,
-        scale: Tensor | None = None,
-        groups: Tensor | None = None,
-    ) -> bool:
+    def run(self, batch: Batch, layer, query: Tensor, kv_cache: Tensor, metadata, output: Tensor, *scales) -> bool:
         """Write the output of a batch of decode rows. Return False if unsupported."""
-        (requests, query_len), caches = batch, self.caches(layer, kv_cache)
+        (requests, query_len), caches, (scale, groups) = batch, self.caches(layer, kv_cache), scales or (None, None)
         if caches is None:
             return False
         rows, places = requests * query_len, (metadata.block_table, metadata.seq_lens)
@@ -193,9 +185,7 @@ class HeadsDecoder(Decoder):
         caches = self.backend.caches(self.impl, layer, kv_cache)
         if caches is None or not self.is_fp8:
             return caches
-        from vllm.platforms import current_platform
-
-        return caches[0].view(current_platform.fp8_dtype()), caches[1].view(current_platform.fp8_dtype())
+        return caches[0].view(self.fp8_dtype), caches[1].view(self.fp8_dtype)
 
     def scales(self, layer) -> tuple[Tensor | None, Tensor | None]:
         return (layer._k_scale, layer._v_scale) if self.is_fp8 else (None, None)
@@ -222,12 +212,10 @@ class HeadsDecoder(Decoder):
         return CacheLayout(*caches).page_size
 
     def plugin(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...] | None:
-        """Return the output of a batch and its scales, by the op."""
         outputs = attention_timing.outputs(self.quantized, query)
         return outputs if self.run(batch, layer, query, layer.kv_cache, metadata, *outputs) else None
 
     def baseline(self, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...]:
-        """Return the same by vLLM's implementation."""
         outputs = attention_timing.outputs(self.quantized, query)
         self.impl.baseline(*outputs[1:])(layer, query, None, None, layer.kv_cache, metadata, *outputs)
         return outputs

@@ -14,7 +14,7 @@ out_proj gets a quantized input where its kernel accepts one with a static scale
 are a head (graph/input_quantization.py). A scale per token is one of all heads: such layers get 16 bits.
 
 Selected once for all token counts, before vLLM compiles (compiled_ops.py): where one launch was timed to be faster than
-vLLM's own launches (gated_delta_net_timing.py), or wherever it fits with VLLM_ROCM_OPS_ATTENTION=1.
+vLLM's own launches (gated_delta_net_comparison.py), or wherever it fits with VLLM_ROCM_OPS_ATTENTION=1.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from collections.abc import Iterator
 import torch
 
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import split
-from vllm_rocm_ops.vllm.attention.gated_delta_net_layer import CLASS, adopt, gated_delta_net, plain_of
+from vllm_rocm_ops.vllm.attention import backends, split
+from vllm_rocm_ops.vllm.attention.gated_delta_net_core import CLASS, adopt, gated_delta_net, plain_of
 from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
 from vllm_rocm_ops.vllm.moe import expert_support
 
@@ -68,7 +68,7 @@ def parts(model: torch.nn.Module, compiles: bool) -> Iterator[compiled_ops.Layer
     """Yield the layers of a model that the op may serve. Its class is not imported for models without it."""
     from vllm.config import get_current_vllm_config
 
-    from vllm_rocm_ops.vllm.attention.gated_delta_net_timing import GatedDeltaNetPart
+    from vllm_rocm_ops.vllm.attention.gated_delta_net_comparison import GatedDeltaNetPart
 
     plain = getattr(sys.modules.get(MODULE), CLASS, None)
     if plain is None:
@@ -90,17 +90,12 @@ def parts(model: torch.nn.Module, compiles: bool) -> Iterator[compiled_ops.Layer
 
 def probe() -> None:
     """Raise `Unavailable` unless vLLM's layer, its op and the step's metadata are as expected. Reads sources."""
-    import ast
-
     from vllm.config import CompilationConfig
 
     split.probe_layer_ops()
     seam.require(CORE in CompilationConfig._attention_ops, f"{CORE} among CompilationConfig._attention_ops")
-    classes = {node.name: node for node in seam.body_of(MODULE) if isinstance(node, ast.ClassDef)}
-    seam.require(CLASS in classes, f"{MODULE}.{CLASS}")
-    functions = {node.name: node for node in classes[CLASS].body if isinstance(node, ast.FunctionDef)}
     for name in ("forward", "forward_cuda", "forward_hip", "forward_cpu"):
-        seam.require_in(functions, name, f"{CLASS}.{name}", 1, ("hidden_states",))
+        backends.require_method(f"{MODULE}.{CLASS}", name, "hidden_states")
 
 
 def install() -> None:

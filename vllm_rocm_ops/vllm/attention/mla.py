@@ -80,9 +80,7 @@ class MlaDecoder(Decoder):
         return outputs and (outputs[0], outputs[1] if is_split else None)
 
     def cache(self, kv_cache: Tensor) -> Tensor:
-        from vllm.platforms import current_platform
-
-        return kv_cache.view(current_platform.fp8_dtype()) if self.is_fp8 else kv_cache
+        return kv_cache.view(self.fp8_dtype) if self.is_fp8 else kv_cache
 
     def scale(self, layer) -> Tensor | None:
         return layer._k_scale if self.is_fp8 else None

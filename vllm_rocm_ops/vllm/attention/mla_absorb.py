@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS
+from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice
@@ -50,36 +51,25 @@ class Absorbed:
             return function(*arguments, **keywords)
 
 
-class AbsorbedParameter(Absorbed, Parameter):
-    """A `Parameter` whose torch.bmm asks the plugin."""
-
-
-class AbsorbedTensor(Absorbed, Tensor):
-    """A `Tensor` whose torch.bmm asks the plugin."""
-
-
-CLASSES = {Parameter: AbsorbedParameter, Tensor: AbsorbedTensor}
-
-
 def adopt(layer: torch.nn.Module, is_forced: bool, max_tokens: int) -> None:
     """Give a layer's `W_UK_T` and `W_UV` [heads, K, N] the plugin's class, if `batched_gemm` may serve."""
     if not is_forced and envs.VLLM_ROCM_OPS_MEASURE == "0":
         return
     for name in WEIGHTS:
         weights = getattr(layer, name, None)
-        if type(weights) not in CLASSES or weights.dim() != 3 or weights.dtype not in ELEMENTS:
+        if type(weights) not in (Parameter, Tensor) or weights.dim() != 3 or weights.dtype not in ELEMENTS:
             continue
         described, choice = (weights, weights.dtype), None
         if not is_forced:
             calls, limit = ("absorbed", COMPARISON.describe(described)), min(max_tokens, MAX_TOKENS)
             choice = kernel_selection.choice_for(calls, COMPARISON, BMM, lambda layer=described: layer, weights, limit)
         weights.rocm_ops_choice = choice
-        weights.__class__ = CLASSES[type(weights)]
+        weights.__class__ = seam.mixed(Absorbed, type(weights))
 
 
 def restore_baseline(weights: Tensor) -> None:
     """Give a weight its class back."""
-    weights.__class__ = next(plain for plain, plugin in CLASSES.items() if isinstance(weights, plugin))
+    weights.__class__ = seam.plain_of(weights, Absorbed)
 
 
 def is_served(weights: Tensor, rows: int) -> bool:
@@ -145,16 +135,12 @@ class MlaAbsorb(LayerComparison):
             torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
         return out.flatten(1)
 
-    def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        by_head, weights = arguments
-        products = torch.bmm(by_head[rows].float().transpose(0, 1), weights.float())
-        return products.transpose(0, 1).flatten(1)[:, columns]
-
     def layers_of(self, a):
         return [(a.weights, a.x.dtype)]
 
     def exact_of(self, a, rows, columns):
-        return self.exact((a.x, a.weights), None, rows, columns)
+        products = torch.bmm(a.x[rows].float().transpose(0, 1), a.weights.float())
+        return products.transpose(0, 1).flatten(1)[:, columns]
 
 
 COMPARISON = MlaAbsorb()

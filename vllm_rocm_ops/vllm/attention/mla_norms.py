@@ -148,20 +148,9 @@ def wrapper_class(wrapper: type) -> type:
             q, kv, k_pe, scales = pre_attention.outputs(qkv)
             static, bound = pre_attention.scales()
             name = _encode_layer_name(self.mla_attn.layer_name)
-            given = (
-                qkv,
-                *pre_attention.norms(),
-                positions,
-                *pre_attention.angles(),
-                q,
-                kv,
-                k_pe,
-                static,
-                scales,
-                bound,
-                name,
-            )
-            torch.ops.vllm_rocm_ops.mla_norms(*given)
+            angles = positions, *pre_attention.angles()
+            outputs = q, kv, k_pe, static, scales, bound
+            torch.ops.vllm_rocm_ops.mla_norms(qkv, *pre_attention.norms(), *angles, *outputs, name)
             if pre_attention.kind:
                 scale = static if scales is None else scales
                 q = fused_quant.Quantized(q, scale, qkv.dtype, q.shape, pre_attention.input_key)
@@ -189,14 +178,10 @@ def probe() -> None:
 
     A plugin may replace vLLM's layer, and its parts, ops and split are as expected.
     """
-    from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
     from vllm.model_executor.layers import mla
     from vllm.model_executor.layers.attention import mla_attention
 
-    wrapper = mla.MultiHeadLatentAttentionWrapper
-    seam.require(issubclass(wrapper, PluggableLayer), "MultiHeadLatentAttentionWrapper as a PluggableLayer")
-    free = wrapper.__name__ not in op_registry_oot
-    seam.require(free, f"a free {wrapper.__name__}: another plugin has replaced it")
+    wrapper = seam.replaceable(mla, "MultiHeadLatentAttentionWrapper", "PluggableLayer")
     seam.require_parameters(wrapper.forward, "positions", "hidden_states", "llama_4_scaling")
     names = "q", "kv_c_normed", "k_pe", "output", "layer_name", "output_scale", "output_block_scale"
     seam.require_parameters(mla_attention.unified_mla_attention_with_output, *names, "kv_cache_dummy_dep")

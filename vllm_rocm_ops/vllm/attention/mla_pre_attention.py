@@ -80,7 +80,6 @@ class MlaPreAttention(compiled_ops.LayerPart):
         return None if q is None else q.weight.data, kv.weight.data, kv.variance_epsilon
 
     def split(self, qkv: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Split the first projection's result into q, kv and k_pe."""
         q, kv, k_pe = qkv.split(self.sizes, 1)
         return q if self.sizes[0] else None, kv, k_pe
 
@@ -113,13 +112,11 @@ class MlaPreAttention(compiled_ops.LayerPart):
         *outs, scales = self.outputs(qkv)
         cache = empty(2, 16, sum(self.sizes[1:]), dtype=torch.uint8 if self.decoder.is_fp8 else self.dtype)
         rest = *outs, self.decoder.cache(cache), tokens, self.decoder.scale(self.attn), self.scales()[0], scales
-        given = qkv, *self.norms(), tokens, *self.angles(), *rest
-        on_meta = (value.to("meta") if isinstance(value, Tensor) else value for value in given)
-        return linear_base.has_kernels(self.op, *on_meta)
+        return linear_base.has_kernels(self.op, qkv, *self.norms(), tokens, *self.angles(), *rest)
 
     # For timing
 
-    def take(self, plugin_serves: bool) -> None:
+    def apply_decision(self, plugin_serves: bool) -> None:
         self.layer.rocm_ops_pre_attention = self if plugin_serves or self.decoder.is_forced else None
 
     def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
@@ -135,7 +132,6 @@ class MlaPreAttention(compiled_ops.LayerPart):
         return qkv, positions, torch.arange(tokens, device=device), cache
 
     def plugin(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple | None:
-        """Return q, its scale, kv, k_pe and the cache by the op, or None where no kernel supports the call."""
         *outs, scales = self.outputs(qkv)
         static, bound = self.scales()
         of_cache = self.decoder.cache(cache), slots, self.decoder.scale(self.attn)
@@ -144,7 +140,7 @@ class MlaPreAttention(compiled_ops.LayerPart):
             return None
         return outs[0], static if scales is None else scales, *outs[1:], cache
 
-    def computed(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    def graph_outputs(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
         """Return q, its scale, kv and k_pe by vLLM's layers, as its compiler sees them.
 
         The rotation has a single key head.
@@ -158,12 +154,11 @@ class MlaPreAttention(compiled_ops.LayerPart):
         _, k_pe = self.layer.rotary_emb.forward_native(positions, k_pe, k_pe)
         return q, scale, kv, k_pe.squeeze(1)
 
-    def completed(self, computed: tuple, qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
-        """Write the cache by vLLM's backend, and return the results and the cache."""
-        *_, kv, k_pe = computed
+    def baseline_outputs(self, of_graph: tuple, qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
+        *_, kv, k_pe = of_graph
         where = slots, self.attn.kv_cache_dtype, self.attn._k_scale
         self.attn.impl.do_kv_cache_update(kv, k_pe.unsqueeze(1), cache, *where)
-        return *computed, cache
+        return *of_graph, cache
 
     def results(self, output: tuple, tokens: int) -> list[Tensor | None]:
         q, scale, kv, k_pe, cache = output
@@ -180,10 +175,8 @@ class MlaPreAttention(compiled_ops.LayerPart):
 
         q, kv, k_pe = self.split(qkv.float())
         q_weight, kv_weight, epsilon = self.norms()
-        q, kv = (
-            None if x is None else x * torch.rsqrt(x.square().mean(1, keepdim=True) + epsilon) * weight.float()
-            for x, weight in ((q, q_weight), (kv, kv_weight))
-        )
+        kv = ops.rms_norm.reference(kv, kv_weight, epsilon)
+        q = None if q is None else ops.rms_norm.reference(q, q_weight, epsilon)
         static, limit = self.scales()
         if static is not None:
             limit = static.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]

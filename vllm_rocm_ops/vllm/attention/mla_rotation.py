@@ -75,9 +75,8 @@ class QueryRotation(LayerPart):
         heads, k, n = self.weights.shape
         q = torch.empty(2, heads, k + self.rope, dtype=dtype, device="meta")
         weights = torch.empty_strided(self.weights.shape, self.weights.stride(), dtype=dtype, device="meta")
-        table, is_neox = self.pre_attention.angles()
         positions = torch.empty(2, dtype=torch.int64, device="meta")
-        given = q[..., :k], weights, q[..., k:], positions, table.to("meta"), is_neox, q.new_empty(2, heads, n)
+        given = q[..., :k], weights, q[..., k:], positions, *self.pre_attention.angles(), q.new_empty(2, heads, n)
         return dtype == self.weights.dtype and linear_base.has_kernels(self.op, *given)
 
     # In attention
@@ -113,14 +112,13 @@ class QueryRotation(LayerPart):
         return output.transpose(0, 1) if out is None else out
 
     def rotate(self, q_pe: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> None:
-        """Rotate q_pe in place."""
         none = q_pe.new_empty((0, q_pe.shape[1], self.weights.shape[1]))
         with torch._C.DisableTorchFunctionSubclass():
             self.op.call(none, self.weights, q_pe, positions, cos_sin_cache, is_neox, None)
 
     # For timing
 
-    def take(self, plugin_serves: bool) -> None:
+    def apply_decision(self, plugin_serves: bool) -> None:
         self.attn.__dict__.pop("forward_impl", None)
         self.decoder.rotation = self if plugin_serves or self.decoder.is_forced else None
         if self.decoder.rotation is not None:
@@ -147,7 +145,6 @@ class QueryRotation(LayerPart):
         return q_nope.new_empty((*q_nope.shape[:2], self.weights.shape[2]))
 
     def plugin(self, q_pe: Tensor, positions: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-        """Return the rotated q_pe and the product by the op, or None where no kernel supports the call."""
         x = q_pe.new_empty((0, q_pe.shape[1], self.nope)) if q_nope is None else q_nope
         out = self.out(x)
         given = x, self.weights, q_pe, positions, *self.pre_attention.angles(), out
@@ -155,11 +152,10 @@ class QueryRotation(LayerPart):
             served = self.op.run_kernels(*given) is not None
         return (q_pe, None if q_nope is None else out) if served else None
 
-    def computed(self, q_pe: Tensor, positions: Tensor) -> Tensor:
-        """Return the rotated q_pe by vLLM's layer, as its compiler sees it."""
+    def graph_outputs(self, q_pe: Tensor, positions: Tensor) -> Tensor:
         return self.pre_attention.layer.rotary_emb.forward_native(positions, q_pe, q_pe[:, :1])[0]
 
-    def completed(self, rotated: Tensor, q_pe: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def baseline_outputs(self, rotated: Tensor, q_pe: Tensor, q_nope: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return q_pe and the product by `batched_gemm`, or by torch.bmm where no kernel supports it."""
         if q_nope is None:
             return rotated, None

@@ -21,16 +21,11 @@ from vllm_rocm_ops.vllm.graph import compiled_ops
 ADD_NORM = "vllm_ir::fused_add_rms_norm"
 
 
-def memory_of(node: fx.Node) -> fx.Node:
-    """Return the node that owns the memory that a node may alias."""
-    while split.calls_method(node, *split.MAY_ALIAS):
-        node = node.args[0]
-    return node
-
-
 def is_last(node: fx.Node, reader: fx.Node) -> bool:
     """True if the graph itself allocates a node's memory, and nothing reads it after `reader`."""
-    owner = memory_of(node)
+    owner = node
+    while split.calls_method(owner, *split.MAY_ALIAS):
+        owner = owner.args[0]
     is_part = owner.target is operator.getitem and bool(split.op_of(owner.args[0]))  # else a view of a tensor
     if not is_part and not split.makes_memory(owner):
         return False
@@ -65,16 +60,11 @@ def probe() -> None:
         seam.require(hasattr(torch.ops.vllm_ir.fused_add_rms_norm, form), f"{ADD_NORM}.{form}")
 
 
-def install() -> None:
-    """Have `donate` added to the changes before a split."""
-    compiled_ops.deciders.append(decide)
-
-
 SEAM = seam.Seam(
     name="norm_residuals",
     replaces="vllm_ir::fused_add_rms_norm of GemmaRMSNorm by its form that updates the residual, in the graph that "
     "vllm.compilation.backends.split_graph splits",
     probe=probe,
-    install=install,
+    install=lambda: compiled_ops.deciders.append(decide),
     requires=("norm", "fusion"),
 )

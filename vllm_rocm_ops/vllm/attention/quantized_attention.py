@@ -88,12 +88,6 @@ class QuantizingImpl:
         return super().fused_output_quant_supported(quant_key) or fuses
 
 
-@functools.cache
-def quantizing(plain: type) -> type:
-    """Return the subclass of an implementation's class."""
-    return type(plain.__name__, (QuantizingImpl, plain), {"__module__": plain.__module__})
-
-
 def wins(decoder, quantized: str, decided: Decided, beside: Baseline) -> bool | None:
     """True if the plugin won against a baseline at some batch size at every context length. None if it was not timed."""
     layer, longest = (decoder.op.name, decoder.describe(), beside), decoder.config.model_config.max_model_len
@@ -125,7 +119,7 @@ def kinds_of_heads(decoder, layer: torch.nn.Module, decided: Decided) -> frozens
     found = frozenset(quantized for quantized in OUTPUTS if may_quantize(decoder, quantized, decided))
     impl, decoder.quantized_contexts = decoder.impl, (AgainstTwoLaunches,)
     if found and not isinstance(impl, QuantizingImpl):
-        impl.__class__ = quantizing(type(impl))
+        impl.__class__ = seam.mixed(QuantizingImpl, type(impl))
     if isinstance(impl, QuantizingImpl):
         impl.rocm_ops_kinds = found
     return found
@@ -237,7 +231,8 @@ class Fusion(NamedTuple):
         views = views_of(given["output"])
         readers = {user for view in views for user in view.users} - {node, *views}
         equal = len({(reader.target, str(reader.args[1:])) for reader in readers}) == 1
-        if not equal or next(iter(readers)).target is not markers.QUANTIZATION or not is_allocation(views[0]):
+        allocates = views[0].op == "call_function" and views[0].target is torch.empty and len(size_of(views[0])) == 2
+        if not (equal and next(iter(readers)).target is markers.QUANTIZATION and allocates):
             return None
         fusion = cls(node, views, sorted(readers), kind_of(next(iter(readers))))
         is_there = fusion.kind != "static" or fusion.markers[0].args[1] < node
@@ -298,11 +293,6 @@ def views_of(node: fx.Node) -> list[fx.Node]:
     return views
 
 
-def is_allocation(node: fx.Node) -> bool:
-    """True if a node allocates rows whose size is known before it."""
-    return node.op == "call_function" and node.target is torch.empty and len(size_of(node)) == 2
-
-
 def size_of(node: fx.Node) -> tuple:
     """Return the size argument of a `torch.empty` node."""
     size = node.args[0] if len(node.args) == 1 else node.args
@@ -355,21 +345,11 @@ def allocate(graph: fx.Graph, rows: fx.Node, scales: Tensor) -> fx.Node:
 # The seam
 
 
-def probe() -> None:
-    """Raise `Unavailable` unless vLLM splits a graph and calls attention as expected."""
-    split.probe()
-
-
-def install() -> None:
-    """Have layers decided. `decide` wraps vLLM's function after a model is loaded, when the kernels that it needs are."""
-    compiled_ops.deciders.append(decide)
-
-
 SEAM = seam.Seam(
     name="quantized_attention",
     replaces="split_graph of vllm.compilation.backends, quantizations are fused into attention before it; MLAAttention.forward_impl",
-    probe=probe,
-    install=install,
+    probe=split.probe,
+    install=lambda: compiled_ops.deciders.append(decide),  # vLLM's function is wrapped once a model is loaded
     ops=("paged_attention_decode",),
     requires=("decode_attention", "fusion"),
 )

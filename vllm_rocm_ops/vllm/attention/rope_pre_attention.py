@@ -117,7 +117,6 @@ class RopePreAttention(LayerPart):
 
     @property
     def columns(self) -> int:
-        """The projection's columns."""
         query, key, size = self.heads
         return ((1 + self.traits.is_gated) * query + 2 * key) * size
 
@@ -157,15 +156,11 @@ class RopePreAttention(LayerPart):
         tokens = empty(2, dtype=torch.int64)
         positions = empty(3, 2, dtype=torch.int64).t() if any(self.traits.sections) else tokens
         given = empty(2, self.columns, dtype=self.dtype), positions, tokens, self.cache(2, "meta")
-
-        def on_meta(*values) -> bool:
-            return linear_base.has_kernels(self.op, *(v.to("meta") if isinstance(v, Tensor) else v for v in values))
-
-        return self.run(on_meta, *given)[0]
+        return self.run(functools.partial(linear_base.has_kernels, self.op), *given)[0]
 
     # For timing
 
-    def take(self, plugin_serves: bool) -> None:
+    def apply_decision(self, plugin_serves: bool) -> None:
         """Have vLLM's graph mark the rotation, if the op serves all layers that share the rotation's module.
 
         Layers with a kernel of their own for norms and rotation, as Qwen3-Next's on CUDA, then call their modules instead.
@@ -196,11 +191,10 @@ class RopePreAttention(LayerPart):
         return qkv, positions, torch.arange(tokens, device=table.device), self.cache(tokens, table.device).zero_()
 
     def plugin(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple | None:
-        """Return q, k and the cache by the op, or None where no kernel supports the call."""
         done, q, k = self.run(self.op.run_kernels, qkv, positions, slots, cache)
         return None if done is None else (q, k, cache)
 
-    def computed(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def graph_outputs(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Return q and k by vLLM's layers, as its compiler sees them, and a copy of the gate if there is one."""
         positions = self.model_positions(positions)
         if self.has_own_kernel:
@@ -215,8 +209,7 @@ class RopePreAttention(LayerPart):
         query, _, size = self.heads
         return *rotated, qkv[:, : 2 * query * size].unflatten(1, (query, -1))[..., size:].flatten(1)
 
-    def completed(self, rotated: tuple[Tensor, ...], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
-        """Write the cache by vLLM's backend, and return q, k and the cache."""
+    def baseline_outputs(self, rotated: tuple[Tensor, ...], qkv: Tensor, slots: Tensor, cache: Tensor) -> tuple:
         q, k = (x.unflatten(1, (-1, self.heads[2])) for x in rotated[:2])
         self.attn.impl.do_kv_cache_update(self.attn, k, self.parts(qkv)[2], cache, slots)
         return q, k, cache

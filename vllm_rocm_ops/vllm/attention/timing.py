@@ -8,7 +8,6 @@ a batch if it wins at every length, because a captured graph serves any.
 from __future__ import annotations
 
 import functools
-import logging
 import math
 
 import torch
@@ -18,11 +17,11 @@ from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.quantization import OUTPUTS
 from vllm_rocm_ops.ops.paged_attention_decode import GROUP
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS
+from vllm_rocm_ops.vllm import seam
+from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.comparison import LayerComparison
 from vllm_rocm_ops.vllm.selection.key import Baseline, Decode
-
-logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 LENGTHS = (128, 1024, 8192)
 """Keys of each request. Lengths above the model's maximum are left out."""
@@ -33,7 +32,7 @@ class NotingBuilder:
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device, *arguments, **keywords):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *arguments, **keywords)
-        try:
+        with seam.surviving("decode attention stays on vLLM's backend, its timing failed"):
             layers = vllm_config.compilation_config.static_forward_context
             for name in layer_names:
                 decoder = getattr(getattr(layers.get(name), "impl", None), "rocm_ops", None)
@@ -42,12 +41,6 @@ class NotingBuilder:
                     decoder.drafts_refusal = drafts_refusal(decoder, self)
                 if decoder is not None and is_measured(decoder):
                     choose(decoder, layers[name], self, kv_cache_spec.block_size)
-        except Exception as error:  # noqa: BLE001  without timing vLLM's backend serves
-            logger.warning(
-                "vllm-rocm-ops: decode attention stays on vLLM's backend, its timing failed: %s: %s",
-                type(error).__name__,
-                error,
-            )
 
 
 def is_measured(decoder) -> bool:
@@ -132,10 +125,8 @@ def outputs(quantized: str, query: Tensor) -> tuple[Tensor, Tensor | None, Tenso
 
 def dequantized(output: Tensor, scale: Tensor | None = None, groups: Tensor | None = None) -> Tensor:
     """Return `outputs` as rows, dequantized."""
-    rows = output.flatten(1)
-    if groups is not None:
-        return (rows.float().unflatten(1, (-1, GROUP)) * groups[..., None]).flatten(1)
-    return rows if scale is None else rows.float() * scale
+    rows, scale = output.flatten(1), scale if groups is None else groups
+    return rows if scale is None else compiled_ops.dequantized(rows, scale)
 
 
 # What is timed

@@ -11,13 +11,9 @@ from vllm_rocm_ops.vllm import seam
 
 def probe() -> None:
     """Raise `Unavailable` unless `SiluAndMul` is a `CustomOp` that a plugin may replace."""
-    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
-    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers import activation
 
-    seam.require(issubclass(SiluAndMul, CustomOp), "SiluAndMul as a CustomOp")
-    seam.require("SiluAndMul" not in op_registry_oot, "a free SiluAndMul: another plugin has replaced it")
-    seam.require_parameters(CustomOp.dispatch_forward, "compile_native")
-    seam.require_parameters(SiluAndMul.forward_native, "x")
+    seam.require_parameters(seam.replaceable(activation, "SiluAndMul").forward_native, "x")
 
 
 def install() -> None:

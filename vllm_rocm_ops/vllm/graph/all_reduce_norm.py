@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -209,10 +209,3 @@ def run_helper(reduce: Callable, one_plus: bool, x: Tensor, residual: Tensor, we
     """Return the norm and the residual as a function of `HELPERS` does."""
     residual = residual.clone() if one_plus else residual
     return reduce(ops.fused_add_rms_norm, x, residual, weight, epsilon, one_plus), residual
-
-
-def replace_everywhere(modules: Iterable[types.ModuleType], name: str, vllms: Callable, plugin: Callable) -> None:
-    """Replace a function of vLLM's in all modules that imported it by name."""
-    for module in modules:
-        if getattr(module, name, None) is vllms:
-            setattr(module, name, plugin)

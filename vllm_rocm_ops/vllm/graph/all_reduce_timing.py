@@ -34,7 +34,7 @@ from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import all_reduce_norm, compilation, compiled_ops
 from vllm_rocm_ops.vllm.graph.all_reduce_norm import Call, GroupAllReduce
 from vllm_rocm_ops.vllm.selection import comparison, kernel_selection, kernel_timing, watchdog
-from vllm_rocm_ops.vllm.selection.group_clock import Clock
+from vllm_rocm_ops.vllm.selection.group_clock import GraphClock
 from vllm_rocm_ops.vllm.selection.kernel_selection import Choice, Decided, Measured, Record
 from vllm_rocm_ops.vllm.selection.key import FP8_SUMS, Baseline, Key
 from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays, copies, warn_broken
@@ -174,8 +174,7 @@ class AllReduceComparison:
         a = self.op.Arguments(every[0], *args)
         residual = getattr(a, "residual", None)
         x = x if residual is None else x + residual.float()
-        weight = a.weight.float() + a.one_plus_weight
-        y = x * torch.rsqrt(x.square().mean(1, keepdim=True) + a.epsilon) * weight
+        y = ops.rms_norm.reference(x, a.weight, a.epsilon, a.one_plus_weight)
         if "scale" in self.op.Arguments._fields:
             limit = SCALE * LIMIT[a.quant_dtype]
             y = y.clamp(-limit, limit)
@@ -200,7 +199,7 @@ def digest(tensors: list[Tensor]) -> str:
     return hashed.hexdigest()
 
 
-def measure(both: AllReduceComparison, tokens: int, clock: Clock, agree: Callable) -> Measured:
+def measure(both: AllReduceComparison, tokens: int, clock: GraphClock, agree: Callable) -> Measured:
     """Check and time a call on all ranks. Raise `Mismatch` on all if the result is wrong on one."""
     rank, sets = both.group.rank_in_group, [both.inputs(tokens, seed) for seed in range(SETS)]
 
@@ -245,7 +244,7 @@ def measure(both: AllReduceComparison, tokens: int, clock: Clock, agree: Callabl
 
 
 def measure_all(
-    every: list[AllReduceComparison], clock: Clock, agree: Callable, path, here: dict, end: float
+    every: list[AllReduceComparison], clock: GraphClock, agree: Callable, path, here: dict, end: float
 ) -> Record:
     """Time what the first rank's record lacks until `end`, and return the record, equal on all ranks."""
     is_first = every[0].group.rank_in_group == 0
@@ -299,7 +298,7 @@ def measure_all(
 # A start
 
 
-def unsupported_reason(config, group, clock: Clock | None) -> str:
+def unsupported_reason(config, group, clock: GraphClock | None) -> str:
     """Return why a group does not use the plugin's all-reduce, before any attempt. Empty if it may."""
     if all_reduce_norm.NAME not in seam.active():
         return "the seam all_reduce is off"
@@ -318,7 +317,7 @@ def unsupported_reason(config, group, clock: Clock | None) -> str:
     return "VLLM_BATCH_INVARIANT" if vllms.VLLM_BATCH_INVARIANT else ""
 
 
-def before_compiling(worker, group, clock: Clock | None, create: Callable = collectives.create) -> None:
+def before_compiling(worker, group, clock: GraphClock | None, create: Callable = collectives.create) -> None:
     """Select for the group of a worker that has loaded its model. All ranks call it. A failure on one disables all."""
     all_reduce_norm.groups.pop(group.unique_name, None)
     if group.world_size == 1:
@@ -347,7 +346,7 @@ def before_compiling(worker, group, clock: Clock | None, create: Callable = coll
             logger.warning("vllm-rocm-ops: all-reduce stays vLLM's: %s", error)
 
 
-def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end: float) -> None:
+def turn_on(worker, group, clock: GraphClock, agree: Callable, create: Callable, end: float) -> None:
     """Time, and put the plugin's launches in place where they win."""
     communicator = group.device_communicator
     vllm_all_reduce = communicator.all_reduce
@@ -387,8 +386,7 @@ def turn_on(worker, group, clock: Clock, agree: Callable, create: Callable, end:
             communicator.all_reduce = all_reduce_norm.communicator(vllm_all_reduce, shared, call)
         elif wins and call.helper:
             vllms = helper_of(call)
-            plugin = all_reduce_norm.helper(vllms, shared, call)
-            all_reduce_norm.replace_everywhere(list(sys.modules.values()), call.helper, vllms, plugin)
+            seam.replace_function(call.helper, vllms, all_reduce_norm.helper(vllms, shared, call))
     for name in ("execute_model", "sample_tokens"):
         if hasattr(worker, name):
             setattr(worker, name, checked(getattr(worker, name), reduce.check))

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import LIMIT
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
@@ -80,28 +81,41 @@ def quantizer(layer: torch.nn.Module, kernel) -> Callable[[Tensor], tuple[Tensor
     return run
 
 
-class LayerPart(RowComparison):
+class GraphComparison(RowComparison):
+    """An op and what vLLM's compiled graph has in its place.
+
+    Subclasses define `graph_outputs(*given)`, which vLLM compiles.
+    """
+
+    def by_vllm(self, graph: Callable, *given):
+        """Return the baseline's outputs, given `graph_outputs`, compiled or not."""
+        return graph(*given)
+
+    def baseline(self, *given):
+        return self.by_vllm(self.graph_outputs, *given)
+
+    def compiled(self, compiles: Callable) -> Callable:
+        graph = functools.cache(lambda: compiles()(self.graph_outputs))
+        return lambda *given: self.by_vllm(graph(), *given)
+
+
+class LayerPart(GraphComparison):
     """The part of an attention layer that an op serves, and its comparison with vLLM's layers.
 
-    Subclasses define `computed(x, positions)`, which vLLM compiles, and `completed(computed, x, *others)`, which follows.
+    Subclasses define `graph_outputs(x, positions)`, and `baseline_outputs(of_graph, x, *others)`, which has what runs after it.
     """
 
     def name(self, shape: str, baseline: Baseline) -> None:
-        """Set the pattern and the key of the op's calls."""
         self.pattern, self.key = Pattern(self.op.name, shape), Key(self.op.name, shape, baseline)
 
     def runs_unmeasured(self) -> bool:
         return self.decoder.is_forced
 
-    def baseline(self, x: Tensor, positions: Tensor, *others):
-        return self.completed(self.computed(x, positions), x, *others)
-
-    def compiled(self, compiles: Callable) -> Callable:
-        graph = functools.cache(lambda: compiles()(self.computed))
-        return lambda x, positions, *others: self.completed(graph()(x, positions), x, *others)
+    def by_vllm(self, graph: Callable, x: Tensor, positions: Tensor, *others):
+        return self.baseline_outputs(graph(x, positions), x, *others)
 
 
-class QuantComparison(RowComparison):
+class QuantComparison(GraphComparison):
     """A norm or an activation with the linear that reads its quantized result."""
 
     def __init__(
@@ -117,6 +131,7 @@ class QuantComparison(RowComparison):
         from vllm_rocm_ops.vllm.graph import fused_quant
 
         self.op, self.producer, self.linear, self.columns, self.dtype = op, producer, linear, columns, dtype
+        self.quant_dtype = fused_quant.QUANT_DTYPE
         self.is_norm, self.has_residual = "weight" in op.Arguments._fields, has_residual
         self.column_major = getattr(linear, "vllm_rocm_ops_column_major_scales", False)
         self.one_plus = self.is_norm and getattr(producer, "one_plus_weight", False)
@@ -143,27 +158,23 @@ class QuantComparison(RowComparison):
         return x, random(self.columns) if self.has_residual else None
 
     def plugin(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Return the quantized result, its scales and the residual by the op, or None where no kernel supports it."""
         given = {"input": x, "residual": residual}
         if self.is_norm:
             given |= {"weight": self.producer.weight.data, "epsilon": self.producer.variance_epsilon}
             given |= {"one_plus_weight": self.one_plus}
-        output = self.run(given)
-        return None if output is None else (*output, residual)
+        return self.run(given, residual)
 
-    def run(self, given: dict[str, object]) -> tuple | None:
-        """Return the op's results, a static scale included, or None where no kernel supports the call."""
-        from vllm_rocm_ops.vllm.graph import fused_quant
-
-        given = (
-            self.op.Arguments._field_defaults | {"group_size": BLOCK, "quant_dtype": fused_quant.QUANT_DTYPE} | given
-        )
+    def run(self, given: dict[str, object], residual: Tensor | None = None) -> tuple | None:
+        """Return the op's results, a static scale included, and the residual, or None where no kernel supports the call."""
+        given = self.op.Arguments._field_defaults | {"group_size": BLOCK, "quant_dtype": self.quant_dtype} | given
         given |= {"is_scale_transposed": self.column_major, "scale_ub": self.bound()}
         given |= {"scale": getattr(self.linear, "input_scale", None)}
         output = self.op.run_kernels(*(given[name] for name in self.op.Arguments._fields))
-        return output if output is None or isinstance(output, tuple) else (output, given["scale"])
+        if output is None:
+            return None
+        return *(output if isinstance(output, tuple) else (output, given["scale"])), residual
 
-    def baseline(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def graph_outputs(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         if residual is None:
             return *self.linear.vllm_rocm_ops_quantize(self.producer.vllm_forward(x)), None
         output, residual = self.producer.vllm_forward(x, residual)
@@ -180,33 +191,26 @@ class QuantComparison(RowComparison):
             result = torch.nn.functional.silu(gate) * up
         else:
             x = x if residual is None else x + residual.float()
-            scale = torch.rsqrt(x.square().mean(1, keepdim=True) + self.producer.variance_epsilon)
-            result = x * scale * (self.producer.weight.data.float() + self.one_plus)
+            norm = self.producer
+            result = ops.rms_norm.reference(x, norm.weight.data, norm.variance_epsilon, self.one_plus)
         return self.clamped(result), x if self.has_residual else None
 
     def clamped(self, result: Tensor) -> Tensor:
         """Return a result within the range of its quantized values."""
-        from vllm_rocm_ops.vllm.graph import fused_quant
-
         limit = self.bound()
         if "scale" in self.op.Arguments._fields:
-            limit = self.linear.input_scale.float().abs() * LIMIT[fused_quant.QUANT_DTYPE]
+            limit = self.linear.input_scale.float().abs() * LIMIT[self.quant_dtype]
         return result if limit is None else result.clamp(-limit, limit)
 
     def results(self, output: tuple[Tensor, Tensor, Tensor | None], tokens: int) -> list[Tensor | None]:
         values, scale, residual = output
         return [dequantized(values[:tokens], scale), residual]
 
-    def compiled(self, compiles: Callable) -> Callable:
-        eager = self.baseline  # `compiled` may replace it
-        graph = functools.cache(lambda: compiles()(eager))
-        return lambda *tensors: graph()(*tensors)
-
     def runs_unmeasured(self) -> bool:
         """True if the op runs before timing: unless a vLLM pass fuses the quantization."""
         return not self.key.baseline.is_fused
 
-    def take(self, plugin_serves: bool) -> None:
+    def apply_decision(self, plugin_serves: bool) -> None:
         """Do nothing: a graph's pass reads the decision from `choices`."""
 
 

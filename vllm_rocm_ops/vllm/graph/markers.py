@@ -19,6 +19,7 @@ from vllm.config import CompilationMode, get_current_vllm_config_or_none
 from vllm.model_executor.layers.quantization.utils import mxfp8_utils  # noqa: F401  defines vllm::mxfp8_quantize
 
 from vllm_rocm_ops import ops
+from vllm_rocm_ops.core import op
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.graph import model_queries
 
@@ -48,12 +49,13 @@ def quantize(x: Tensor, scale: Tensor | None, bound: Tensor | None, traits: list
     return _quantize[tuple(traits)](x, scale, bound)
 
 
-def _run(x: Tensor, scale: Tensor | None, bound: Tensor | None, traits: list[int]) -> tuple[Tensor, Tensor]:
+def marked_quant(x: Tensor, scale: Tensor | None, bound: Tensor | None, traits: list[int]) -> tuple[Tensor, Tensor]:
+    """Do as `quantize`, with a copy of a static scale: an op returns no argument."""
     values, scales = quantize(x, scale, bound, traits)
-    return values, scales if scale is None else scales.clone()  # an op returns no argument
+    return values, scales if scale is None else scales.clone()
 
 
-def rotate(
+def marked_rotation(
     positions: Tensor, q: Tensor, k: Tensor, table: Tensor, sizes: list[int], is_neox: bool, norms: bool
 ) -> tuple[Tensor, Tensor]:
     """Return vLLM's rotation of q and k. `sizes` are a head's elements, the rotated ones, and the pairs of each section if it has some.
@@ -70,7 +72,7 @@ def rotate(
     return MRotaryEmbedding.forward_native(own, positions, q, k)
 
 
-def normalize_both(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def marked_norms(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return vLLM's norms over all heads of q and of k, which it computes together."""
     norms = (types.SimpleNamespace(weight=weight, variance_epsilon=epsilon) for weight in (q_weight, k_weight))
     return _normalize[0](*norms, q, k)
@@ -81,26 +83,10 @@ def activate(x: Tensor) -> Tensor:
     return _activate[0](x)
 
 
-_library = torch.library.Library("vllm_rocm_ops", "FRAGMENT")
-_library.define("marked_quant(Tensor x, Tensor? scale, Tensor? bound, int[] traits) -> (Tensor, Tensor)")
-_library.impl("marked_quant", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("vllm_rocm_ops::marked_quant", _run, lib=_library)
-_library.define(
-    "marked_rotation(Tensor positions, Tensor q, Tensor k, Tensor table, int[] sizes, bool is_neox, bool norms)"
-    " -> (Tensor, Tensor)"
-)
-_library.impl("marked_rotation", rotate, "CompositeExplicitAutograd")
-torch.library.register_fake("vllm_rocm_ops::marked_rotation", rotate, lib=_library)
-_library.define("marked_norms(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float epsilon) -> (Tensor, Tensor)")
-_library.impl("marked_norms", normalize_both, "CompositeExplicitAutograd")
-torch.library.register_fake("vllm_rocm_ops::marked_norms", normalize_both, lib=_library)
-
-QUANTIZATION = torch.ops.vllm_rocm_ops.marked_quant.default
+QUANTIZATION, ROTATION, BOTH_NORMS = (op.define(form, form) for form in (marked_quant, marked_rotation, marked_norms))
 MX_QUANTIZATION = torch.ops.vllm.mxfp8_quantize.default
 ACTIVATION = ops.silu_and_mul.torch_op
-ROTATION = torch.ops.vllm_rocm_ops.marked_rotation.default
-BOTH_NORMS = torch.ops.vllm_rocm_ops.marked_norms.default
-FORMS = {QUANTIZATION: quantize, ACTIVATION: activate, ROTATION: rotate, BOTH_NORMS: normalize_both}
+FORMS = {QUANTIZATION: quantize, ACTIVATION: activate, ROTATION: marked_rotation, BOTH_NORMS: marked_norms}
 """Markers, and what vLLM traces in their place. The activation's marker is the plugin's own op."""
 
 

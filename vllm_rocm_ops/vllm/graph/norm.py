@@ -12,14 +12,10 @@ CLASSES = {"RMSNorm": False, "GemmaRMSNorm": True}
 
 def probe() -> None:
     """Raise `Unavailable` unless both are a `CustomOp` that a plugin may replace, with forwards as expected."""
-    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.layers import layernorm
 
-    seam.require_parameters(CustomOp.dispatch_forward, "compile_native")
     for name in CLASSES:
-        norm = getattr(layernorm, name, None)
-        seam.require(isinstance(norm, type) and issubclass(norm, CustomOp), f"{name} as a CustomOp")
-        seam.require(name not in op_registry_oot, f"a free {name}: another plugin has replaced it")
+        norm = seam.replaceable(layernorm, name)
         seam.require_parameters(norm.forward_native, "x", "residual")
         seam.require_parameters(norm.__init__, "hidden_size", "eps")
     names = "hidden_size", "eps", "var_hidden_size", "has_weight", "dtype"

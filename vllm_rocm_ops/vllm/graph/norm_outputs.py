@@ -35,8 +35,20 @@ def pattern(columns: int, dtype: torch.dtype, one_plus: bool) -> Pattern:
     return found._replace(shape=found.shape + BESIDE)
 
 
-class BothOutputs(QuantComparison):
-    """A norm with a residual and the quantization of its result: one launch against vLLM's two. Both outputs are checked."""
+class TwoOutputs(QuantComparison):
+    """A norm with a residual and the quantization of its result in one launch. Both outputs are checked."""
+
+    def exact(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        result, added = super().exact(x, residual)
+        return result, result, added
+
+    def results(self, output: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
+        plain, values, scale, residual = output
+        return [dequantized(values[:tokens], scale), plain, residual]
+
+
+class BesideLinear(TwoOutputs):
+    """A norm with two outputs before a linear layer and others, against vLLM's two launches."""
 
     def __init__(self, norm: torch.nn.Module, linear: torch.nn.Module, dtype: torch.dtype, baseline: Baseline):
         super().__init__(OP, norm, linear, len(norm.weight), dtype, True, baseline)
@@ -47,21 +59,9 @@ class BothOutputs(QuantComparison):
         moved, operations = super().work(layer, tokens)
         return moved + float(tokens * self.columns * self.dtype.itemsize), operations
 
-    def baseline(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    def graph_outputs(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         plain, residual = self.producer.vllm_forward(x, residual)
         return plain, *self.linear.vllm_rocm_ops_quantize(plain), residual
-
-    def exact(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        result, added = super().exact(x, residual)
-        return result, result, added
-
-    def results(self, output: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
-        plain, values, scale, residual = output
-        return [dequantized(values[:tokens], scale), plain, residual]
-
-    def runs_unmeasured(self) -> bool:
-        """True: no pass of vLLM's covers a norm with further readers."""
-        return True
 
 
 def norms_before_two(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:
@@ -83,7 +83,7 @@ def norms_before_two(model: torch.nn.Module, compiles: bool) -> Iterator[QuantCo
         norms = [norm for norm in model_queries.norms(model) if len(norm.weight) == width]
         if key is not None and norms and quantized.vllm_rocm_ops_takes_rows and width % BLOCK == 0:
             baseline = compilation.baseline_of(get_current_vllm_config(), model)(True, has_pass=False)
-            yield BothOutputs(norms[0], quantized, norms[0].weight.dtype, baseline)
+            yield BesideLinear(norms[0], quantized, norms[0].weight.dtype, baseline)
             return
 
 
@@ -116,8 +116,7 @@ def also_quantize(norm: Norm, readers: list[fx.Node], quantizes: list[fx.Node], 
     result = norm.result.meta["val"]
     serves = rewrite.choices.decisions.get(pattern(result.shape[-1], result.dtype, norm.one_plus))
     given = {"quant_dtype": given["quant_dtype"]} | norm.arguments()
-    values = fx.map_arg(given, lambda node: node.meta["val"])
-    makes = OP.allocate(OP.Arguments(**{name: values[name] for name in OP.Arguments._fields if name in values}))
+    makes = rewrite.outputs_of(OP, given)
     wanted = quantizes[0].meta["val"][: 1 if all(map(takes_either_order, quantizes)) else 2]
     if not serves or not queries.are_alike(makes[1 : 1 + len(wanted)], wanted):
         return False

@@ -31,18 +31,13 @@ class GateComparison(QuantComparison):
         return both.unflatten(1, (-1, 2 * self.head_size))[..., self.head_size :]
 
     def plugin(self, x: Tensor, both: Tensor) -> tuple[Tensor, Tensor, None] | None:
-        output = self.run({"input": x, "gate": self.gate(both)})
-        return None if output is None else (*output, None)
+        return self.run({"input": x, "gate": self.gate(both)})
 
-    def baseline(self, x: Tensor, both: Tensor) -> tuple[Tensor, Tensor, None]:
+    def graph_outputs(self, x: Tensor, both: Tensor) -> tuple[Tensor, Tensor, None]:
         return *self.linear.vllm_rocm_ops_quantize(x * torch.sigmoid(self.gate(both).reshape(x.shape))), None
 
     def exact(self, x: Tensor, both: Tensor) -> tuple[Tensor, None]:
         return self.clamped(x.float() * torch.sigmoid(self.gate(both.float()).reshape(x.shape))), None
-
-    def runs_unmeasured(self) -> bool:
-        """True: no pass of vLLM's covers a gate."""
-        return True
 
 
 def gates(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:

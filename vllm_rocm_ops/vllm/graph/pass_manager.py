@@ -21,8 +21,7 @@ def probe() -> None:
     import vllm.ir.ops
     from vllm.compilation.passes.inductor_pass import get_pass_context
     from vllm.config import get_current_vllm_config_or_none
-    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
-    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization import input_quant_fp8
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils  # noqa: F401
     from vllm.platforms import current_platform
 
@@ -33,12 +32,10 @@ def probe() -> None:
     for name in ("rms_norm", "fused_add_rms_norm"):
         seam.require(hasattr(vllm.ir.ops, name) and hasattr(torch.ops.vllm_ir, name), f"vllm_ir::{name}")
     seam.require(hasattr(torch.ops.vllm, "mxfp8_quantize"), "torch.ops.vllm.mxfp8_quantize")
-    seam.require(issubclass(QuantFP8, CustomOp), "QuantFP8 as a CustomOp")
-    seam.require("QuantFP8" not in op_registry_oot, "a free QuantFP8: another plugin has replaced it")
-    seam.require_parameters(CustomOp.dispatch_forward, "compile_native")
-    seam.require_parameters(QuantFP8.__init__, *PARAMETERS)
-    seam.require("use_ue8m0" in inspect.signature(QuantFP8.__init__).parameters, "QuantFP8's use_ue8m0")
-    seam.require_parameters(QuantFP8.forward_native, "x", "scale", "scale_ub")
+    quantization = seam.replaceable(input_quant_fp8, "QuantFP8")
+    seam.require_parameters(quantization.__init__, *PARAMETERS)
+    seam.require("use_ue8m0" in inspect.signature(quantization.__init__).parameters, "QuantFP8's use_ue8m0")
+    seam.require_parameters(quantization.forward_native, "x", "scale", "scale_ub")
 
 
 def install() -> None:
@@ -60,7 +57,6 @@ def install() -> None:
                 self._forward_method = self.rocm_ops_forward
 
         def rocm_ops_forward(self, *arguments, **keywords):
-            """Mark the quantization while a graph is traced."""
             forward = self.marked if torch.compiler.is_compiling() else self.vllm_forward
             return forward(*arguments, **keywords)
 

@@ -187,7 +187,8 @@ class Fusion(VllmInductorPass):
 
     def quantize(self, producer: Producer, readers: list[fx.Node]) -> bool:
         """Replace a producer and equal quantizations, its only readers. Return whether it did."""
-        if len({(reader.target, str(reader.args)) for reader in readers}) != 1 or not is_quantization(readers[0]):
+        is_one_kind = len({(reader.target, str(reader.args)) for reader in readers}) == 1
+        if not is_one_kind or readers[0].target not in (QUANTIZATION, MX_QUANTIZATION):
             return False
         key, given = quantization(readers[0])
         if key is None or key not in self.runnable[type(producer)]:
@@ -195,10 +196,10 @@ class Fusion(VllmInductorPass):
         if producer.name == "norm" and self.is_all_reduced(producer, key):
             return False
         op, given = producer.op(key), given | producer.arguments()
-        values = fx.map_arg(given, lambda node: node.meta["val"])
-        outputs = op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields if name in values}))
+        outputs = outputs_of(op, given)
         columns = producer.result.meta["val"].shape[-1]
-        is_like = are_alike(made_by(op, outputs, values), readers[0].meta["val"])
+        made = (outputs, given["scale"].meta["val"]) if "scale" in op.Arguments._fields else outputs
+        is_like = are_alike(made, readers[0].meta["val"])
         if not is_like or not self.plugin_serves(producer, key, given, columns):
             return False
         if producer.added is not None and any(user < place_of(producer, given) for user in producer.added.users):
@@ -257,11 +258,6 @@ class Fusion(VllmInductorPass):
         return VllmInductorPass.hash_source(*sources, *map(str, made))
 
 
-def is_quantization(node: fx.Node) -> bool:
-    """True if a node quantizes: a marker, or vLLM's op to MX-FP8."""
-    return node.target in (QUANTIZATION, MX_QUANTIZATION)
-
-
 def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
     """Return vLLM's key of a quantization, None if unsupported, and the op arguments for it."""
     if marker.target is MX_QUANTIZATION:  # args after x: scale swizzling and alignment
@@ -280,9 +276,10 @@ def quantization(marker: fx.Node) -> tuple[object, dict[str, object]]:
     return key, given | {"scale_ub": bound}
 
 
-def made_by(op: Op, outputs, given: dict[str, object]) -> tuple:
-    """Return the values and scales that replace a quantization. A static scale is an argument of the op."""
-    return (outputs, given["scale"]) if "scale" in op.Arguments._fields else outputs
+def outputs_of(op: Op, given: dict[str, object]):
+    """Return what an op makes of a graph's nodes, without values."""
+    values = fx.map_arg(given, lambda node: node.meta["val"])
+    return op.allocate(op.Arguments(**{name: values[name] for name in op.Arguments._fields if name in values}))
 
 
 def makes_with_norm(node: fx.Node) -> bool:
@@ -354,7 +351,7 @@ def insert(
     if not quantizes:
         producer.result.replace_all_uses_with(outputs[0])
     for user in [user for marker in quantizes for user in marker.users]:
-        user.replace_all_uses_with(made_by(op, outputs[0], given)[user.args[1]] if is_static else outputs[user.args[1]])
+        user.replace_all_uses_with(([outputs[0], given["scale"]] if is_static else outputs)[user.args[1]])
     return outputs
 
 

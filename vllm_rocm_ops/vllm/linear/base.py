@@ -6,7 +6,6 @@ by class and configuration. Both are the same in every process, so graphs from v
 equal layers compile to equal graphs. A kernel has no other state: the weights are arguments of the torch op.
 """
 
-import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
@@ -65,7 +64,6 @@ class Table:
     methods: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def base_class(self) -> type:
-        """Return vLLM's base class."""
         module, _, name = self.base.rpartition(".")
         return getattr(importlib.import_module(f"vllm.model_executor.kernels.linear.{module}"), name)
 
@@ -92,7 +90,6 @@ class Table:
             seam.require_parameters(getattr(base, name), *parameters)
 
     def choose(self, config) -> type:
-        """Return vLLM's choice for a layer."""
         return compat.choose_linear_kernel(config, self.kernels(), self.quantization)
 
     def seam(self, *comparisons: "Linear", install: Callable[[], None], **options) -> seam.Seam:
@@ -126,8 +123,9 @@ class HasBaseline:
         """Answer vLLM whether the plugin may quantize the input of the kernel that vLLM would run."""
         return can_keep(vllm_kernel_for(cls, config), cls.table.base_class())
 
-    def keep_baseline(self, *arguments, **named) -> None:
+    def __init__(self, *arguments, **named):
         """Create and keep the kernel that vLLM would run. It serves alone until the weight's order is known."""
+        super().__init__(*arguments, **named)
         baseline = vllm_kernel_for(type(self), arguments[0])
         self.baseline = baseline and baseline(*arguments, **named)
         option = baseline and named_backend(baseline, self.table.quantization)
@@ -158,17 +156,6 @@ def named_backend(kernel: type, quantization: str) -> str:
     return f"{option} {backend}" if kernel in linear._LINEAR_BACKEND_KERNEL_MAP.get(backend, ()) else ""
 
 
-@contextlib.contextmanager
-def without(kernels: list[type], plugin: type):
-    """Remove the plugin's kernel from vLLM's list within a context."""
-    place = kernels.index(plugin)
-    del kernels[place]
-    try:
-        yield
-    finally:
-        kernels.insert(place, plugin)
-
-
 def vllm_kernel_for(plugin: type[HasBaseline], config) -> type | None:
     """Return the kernel that vLLM would choose without the plugin. None if there is none, and on CPU for tests.
 
@@ -179,13 +166,17 @@ def vllm_kernel_for(plugin: type[HasBaseline], config) -> type | None:
     if seam.served_platform() == "cpu":
         return None
     table = plugin.table
-    with without(table.kernels()[current_platform._enum], plugin):
-        try:
-            return table.choose(config)
-        except ValueError:
-            if named_backend(plugin, table.quantization):
-                raise
-            return None
+    kernels = table.kernels()[current_platform._enum]
+    place = kernels.index(plugin)
+    del kernels[place]
+    try:
+        return table.choose(config)
+    except ValueError:
+        if named_backend(plugin, table.quantization):
+            raise
+        return None
+    finally:
+        kernels.insert(place, plugin)
 
 
 def can_keep(baseline: type | None, base: type) -> tuple[bool, str]:
@@ -214,13 +205,6 @@ def baseline_named(name: str) -> object:
     return _kernels[name]
 
 
-def run_or_baseline(baseline: Callable[[], Tensor], op: Op, choice: Choice, *arguments) -> Tensor:
-    """Run an op on [tokens, ...] where the choice selects it and its kernels support the arguments, else `baseline()`."""
-    tokens = arguments[0].numel() // max(arguments[0].shape[-1], 1)
-    output = op.run_kernels(*arguments) if choice.plugin_serves(tokens) else None
-    return baseline() if output is None else output
-
-
 def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
     """Return rows of a tensor in float32."""
     one_byte = tensor.element_size() == 1
@@ -230,6 +214,11 @@ def rows_at(tensor: Tensor, places: Tensor) -> Tensor:
 def bias_at(bias: Tensor | None, places: Tensor) -> Tensor | float:
     """Return elements of a bias in float32, 0 without one."""
     return 0.0 if bias is None else bias[places].float()
+
+
+def scales_at(scale: Tensor, places: Tensor) -> Tensor:
+    """Return the scales of rows, or the one of all, to multiply rows by."""
+    return scale if scale.numel() == 1 else scale.flatten()[places].view(-1, 1)
 
 
 def asks_for_aiter(kind: str) -> bool:
@@ -268,8 +257,6 @@ class Linear(LayerComparison):
     """The function of the seam's torch op, which serves a call by its choice."""
     baseline: Callable[..., Tensor]
     """Runs vLLM's kernel on the arguments of `run`."""
-    op_arguments: Callable[..., tuple]
-    """Returns the op's arguments, given `run`'s."""
 
     def plugin(self, *arguments) -> Tensor | None:
         return self.op.run_kernels(*self.op_arguments(*arguments))
@@ -340,15 +327,13 @@ class GroupedLinear(Linear):
 
 
 def has_kernels(op: Op, *arguments, **keywords) -> bool:
-    """True if kernels that this machine's GPU loads support these arguments, given on the meta device.
-
-    True on CPU, where references run.
-    """
+    """True if kernels that this machine's GPU loads support these arguments. True on CPU, where references run."""
     arch = seam.arch_here(seam.served_platform())
     if arch is None:
         return True
     try:
-        planned = op.explain(*arguments, arch=arch, require_code=seam.needs_code, **keywords).launches
+        given = (v.to("meta") if isinstance(v, Tensor) else v for v in op.Arguments(*arguments, **keywords))
+        planned = op.explain(*given, arch=arch, require_code=seam.needs_code).launches
     except ValueError:
         return False
     if why := launches.not_loaded(planned, arch):

@@ -64,20 +64,15 @@ class BlockScaledLinear(linear_base.Linear):
         a, scale_a = linear_base.baseline_named(baseline_name).quant_fp8.forward_native(x)  # compiles nothing
         return a, b, scale_a, scale_b, out_dtype, baseline_name
 
-    def exact(self, arguments, x, rows, columns):
-        a, b, scale_a, scale_b, *_ = arguments
-
-        def scaled(values, scale):
-            return values * scale.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
-
-        tokens = scaled(linear_base.rows_at(a, rows), scale_a[rows])
-        return tokens @ scaled(linear_base.rows_at(b, columns), scale_b[columns // BLOCK]).t()
-
     def layers_of(self, a):
         return [(a.b, a.scale_b, a.out_dtype, None)]
 
     def exact_of(self, a, rows, columns):
-        return self.exact(a, None, rows, columns)
+        def scaled(values, scale):
+            return values * scale.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
+
+        tokens = scaled(linear_base.rows_at(a.a, rows), a.scale_a[rows])
+        return tokens @ scaled(linear_base.rows_at(a.b, columns), a.scale_b[columns // BLOCK]).t()
 
 
 COMPARISON = BlockScaledLinear()
@@ -90,11 +85,10 @@ TABLE = linear_base.Table(
 )
 
 
-def _fake(a, b, scale_a, scale_b, out_dtype, baseline_name):
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-define(block_scaled_linear, _fake)
+define(
+    block_scaled_linear,
+    lambda a, b, scale_a, scale_b, out_dtype, baseline_name: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
+)
 
 
 def install() -> None:
@@ -118,7 +112,6 @@ def install() -> None:
 
         def __init__(self, config):
             super().__init__(config)
-            self.keep_baseline(config)
             if self.baseline is not None:
                 self.quant_fp8, self.use_triton = self.baseline.quant_fp8, self.baseline.use_triton
 

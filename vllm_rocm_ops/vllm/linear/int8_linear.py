@@ -65,21 +65,14 @@ class Int8Linear(linear_base.Linear):
     def arguments(self, layer, x, seed):
         return (x, *layer[:-1])
 
-    def exact(self, arguments, x, rows, columns):
-        _, weight, weight_scale, input_scale, bias, _ = arguments
-        a, scale_a = quantized(x, input_scale)
-        return self.exact_of(
-            self.op.Arguments(a, weight, x.dtype, scale_a, weight_scale, bias, "none", False), rows, columns
-        )
-
     def layers_of(self, a):
         static = a.scale_a if a.scale_a.numel() == 1 else None
         return [(a.b, a.scale_b, static, a.bias, None, a.out_dtype)]
 
     def exact_of(self, a, rows, columns):
-        tokens = a.a[rows].float() * (a.scale_a if a.scale_a.numel() == 1 else a.scale_a[rows].view(-1, 1))
-        scale = a.scale_b if a.scale_b.numel() == 1 else a.scale_b.flatten()[columns].view(-1, 1)
-        return tokens @ (a.b.t()[columns].float() * scale).t() + linear_base.bias_at(a.bias, columns)
+        tokens = a.a[rows].float() * linear_base.scales_at(a.scale_a, rows)
+        weight = a.b.t()[columns].float() * linear_base.scales_at(a.scale_b, columns)
+        return tokens @ weight.t() + linear_base.bias_at(a.bias, columns)
 
 
 COMPARISON = Int8Linear()
@@ -91,11 +84,7 @@ TABLE = linear_base.Table(
 )
 
 
-def _fake(x, weight, weight_scale, input_scale, bias, baseline_name):
-    return x.new_empty((x.shape[0], weight.shape[1]))
-
-
-define(int8_linear, _fake)
+define(int8_linear, lambda x, weight, *_: x.new_empty((x.shape[0], weight.shape[1])))
 
 
 def probe() -> None:
@@ -122,7 +111,6 @@ def install() -> None:
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            self.keep_baseline(c, layer_param_names)
             self.traits = (not c.is_static_input_scheme,)
             self.quantization = "int8 static" if c.is_static_input_scheme else "int8"
 

@@ -9,6 +9,7 @@ weights with NaN, and layers for which the user asks for a copy at load.
 """
 
 import functools
+import importlib
 import types
 
 import torch
@@ -85,18 +86,22 @@ COMPARISON = MxWeightLinear()
 OPS = "mx_gemm", "mx_dequantize"
 
 
-def _fake(x, weight, scale, bias, baseline_name):
-    return x.new_empty((x.shape[0], weight.shape[0]))
+define(mx_weight_linear, lambda x, weight, *_: x.new_empty((x.shape[0], weight.shape[0])))
 
 
-define(mx_weight_linear, _fake)
+def emulation_of(table: linear_base.Table) -> type:
+    """Return vLLM's emulating kernel in a table."""
+    name = table.quantization
+    module = importlib.import_module(f"vllm.model_executor.kernels.linear.{name}.emulation")
+    return getattr(module, f"Emulation{name.title()}LinearKernel")
 
 
-def probe(emulation: type, table: linear_base.Table) -> None:
+def probe(table: linear_base.Table) -> None:
     """Raise `Unavailable` unless a table of vLLM's and the emulating kernel in it are as expected."""
     from vllm import envs
 
     table.probe()
+    emulation = emulation_of(table)
     seam.require(issubclass(emulation, table.base_class()), emulation.__name__)
     seam.require(hasattr(envs, "is_set"), "envs.is_set")
 
@@ -128,8 +133,8 @@ def has_nan(weight: Tensor) -> bool:
     return any(((part & 127) == 127).any() for part in weight_order.parts(weight.view(torch.uint8)))
 
 
-def kernel_class(emulation: type, vllm_table: linear_base.Table, name: str) -> type:
-    """Return the plugin's class of kernels for a table of vLLM's, with vLLM's `emulation` as the baseline."""
+def kernel_class(vllm_table: linear_base.Table, name: str) -> type:
+    """Return the plugin's class of kernels for a table of vLLM's, with vLLM's emulation as the baseline."""
     from vllm.config import get_current_vllm_config_or_none
     from vllm.platforms import current_platform
 
@@ -157,11 +162,7 @@ def kernel_class(emulation: type, vllm_table: linear_base.Table, name: str) -> t
             vllm_kernel = linear_base.vllm_kernel_for(cls, config)
             if vllm_kernel is None:
                 return seam.served_platform() == "cpu", "leaves the layer to vLLM, which has no kernel for many tokens"
-            return issubclass(vllm_kernel, emulation), f"leaves the layer to {vllm_kernel.__name__}"
-
-        def __init__(self, config):
-            super().__init__(config)
-            self.keep_baseline(config)
+            return issubclass(vllm_kernel, emulation_of(vllm_table)), f"leaves the layer to {vllm_kernel.__name__}"
 
         def process_weights_after_loading(self, layer):
             weight, scale = layer.weight.data, layer.weight_scale.data

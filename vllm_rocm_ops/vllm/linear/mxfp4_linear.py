@@ -8,22 +8,15 @@ TABLE = linear_base.Table(
 )
 
 
-def emulation() -> type:
-    """Return vLLM's emulating kernel."""
-    from vllm.model_executor.kernels.linear.mxfp4.emulation import EmulationMxfp4LinearKernel
-
-    return EmulationMxfp4LinearKernel
-
-
 def install() -> None:
     """Insert the plugin's kernel first in vLLM's table."""
-    linear_base.register_first(mx_weights.kernel_class(emulation(), TABLE, "RocmOpsMxfp4Linear"), TABLE.kernels())
+    linear_base.register_first(mx_weights.kernel_class(TABLE, "RocmOpsMxfp4Linear"), TABLE.kernels())
 
 
 SEAM = TABLE.seam(
     mx_weights.COMPARISON,
     install=install,
-    probe=lambda: mx_weights.probe(emulation(), TABLE),
+    probe=lambda: mx_weights.probe(TABLE),
     platforms=("rocm", "cpu"),
     name="mxfp4_linear",
     ops=mx_weights.OPS,

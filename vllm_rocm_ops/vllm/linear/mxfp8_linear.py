@@ -123,19 +123,12 @@ def _fake(a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
 define(mxfp8_linear, _fake)
 
 
-def emulation() -> type:
-    """Return vLLM's emulating kernel."""
-    from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
-
-    return EmulationMxfp8LinearKernel
-
-
 def probe() -> None:
     """Raise `Unavailable` unless vLLM's MX-FP8 kernels and quantization are as expected."""
     from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils
 
-    mx_weights.probe(emulation(), TABLE)
+    mx_weights.probe(TABLE)
     seam.require(mxfp8_utils.MXFP8_BLOCK_SIZE == MX_BLOCK, f"groups of {MX_BLOCK}")
     seam.require(hasattr(torch.ops.vllm, "mxfp8_quantize"), "torch.ops.vllm.mxfp8_quantize")
     quantize = inspect.unwrap(getattr(rocm_native, "mxfp8_e4m3_quantize", None))
@@ -175,7 +168,6 @@ def install() -> None:
 
         def __init__(self, c):
             super().__init__(c)
-            self.keep_baseline(c)
             self.hands_rows = isinstance(self.baseline, takes_rows)
 
         def process_weights_after_loading(self, layer):
@@ -202,7 +194,7 @@ def install() -> None:
                 output = COMPARISON.call(self, a, scale_a, weight, weight_scale, bias, x.dtype, self.baseline_name)
             return output.view(*x.shape[:-1], output.shape[-1])
 
-    weight_only = mx_weights.kernel_class(emulation(), TABLE, "RocmOpsMxfp8WeightLinear")
+    weight_only = mx_weights.kernel_class(TABLE, "RocmOpsMxfp8WeightLinear")
     for kernel in (weight_only, RocmOpsMxfp8Linear):
         linear_base.register_first(kernel, TABLE.kernels())
 

@@ -88,23 +88,18 @@ class ScaledLinear(linear_base.Linear):
         scale_a = scale_a if scale_a.numel() == 1 else scale_a[: len(x)]  # some of vLLM's kernels pad the tokens
         return a[: len(x)], b, scale_a, scale_b, bias, out_dtype, in_fragments, baseline_name
 
-    def exact(self, arguments, x, rows, columns):
-        a, b, scale_a, scale_b, bias, _, in_fragments, _ = arguments
-        weight = _weight(b, in_fragments)
-        if in_fragments:
-            values = plain_weight(linear_base.rows_at(weight, columns[::FRAGMENT_ROWS] // FRAGMENT_ROWS))
-        else:
-            values = linear_base.rows_at(weight.t(), columns)
-        tokens = linear_base.rows_at(a, rows) * (scale_a if scale_a.numel() == 1 else scale_a[rows].view(-1, 1))
-        scaled = values * (scale_b if scale_b.numel() == 1 else scale_b.flatten()[columns].view(-1, 1))
-        return tokens @ scaled.t() + linear_base.bias_at(bias, columns)
-
     def layers_of(self, a):
         static, k = a.scale_a if a.scale_a.numel() == 1 else None, a.a.shape[1]
         return [(a.b, a.scale_b, a.bias, a.out_dtype, fragments, None, static, k) for fragments in (False, True)]
 
     def exact_of(self, a, rows, columns):
-        return self.exact((a.a, a.b, a.scale_a, a.scale_b, a.bias, None, False, None), None, rows, columns)
+        if a.b.dim() > 2:  # fragments
+            values = plain_weight(linear_base.rows_at(a.b, columns[::FRAGMENT_ROWS] // FRAGMENT_ROWS))
+        else:
+            values = linear_base.rows_at(a.b.t(), columns)
+        tokens = linear_base.rows_at(a.a, rows) * linear_base.scales_at(a.scale_a, rows)
+        product = tokens @ (values * linear_base.scales_at(a.scale_b, columns)).t()
+        return product + linear_base.bias_at(getattr(a, "bias", None), columns)
 
 
 COMPARISON = ScaledLinear()
@@ -167,22 +162,14 @@ class GatedLinear(ScaledLinear):
         a, b, scale_a, scale_b, _, *rest = super().arguments((*layer[:2], None, *layer[3:]), x, seed)
         return a, b, scale_a, scale_b, layer[2], *rest
 
-    def exact(self, arguments, x, rows, columns):
-        a, b, scale_a, scale_b, scale, *rest = arguments
-        half = b.numel() // a.shape[1] // 2
-        gate, up = (
-            super(GatedLinear, self).exact((a, b, scale_a, scale_b, None, *rest), x, rows, places)
-            for places in (columns, columns + half)
-        )
-        limit = LIMIT[a.dtype]
-        return (torch.nn.functional.silu(gate) * up / scale).clamp(-limit, limit)
-
     def layers_of(self, a):
         k = a.a.shape[1]
         return [(a.b, a.scale_b, a.scale, a.dtype, fragments, None, a.scale_a, k) for fragments in (False, True)]
 
     def exact_of(self, a, rows, columns):
-        return self.exact((a.a, a.b, a.scale_a, a.scale_b, a.scale, None, False, None), None, rows, columns)
+        half, limit = a.b.numel() // a.a.shape[1] // 2, LIMIT[a.a.dtype]
+        gate, up = (super(GatedLinear, self).exact_of(a, rows, places) for places in (columns, columns + half))
+        return (torch.nn.functional.silu(gate) * up / a.scale).clamp(-limit, limit)
 
 
 GATED = GatedLinear()
@@ -223,7 +210,6 @@ def install() -> None:
 
         def __init__(self, c, layer_param_names):
             super().__init__(c, layer_param_names)
-            self.keep_baseline(c, layer_param_names)
             scale = c.activation_quant_key.scale
             self.quantization = STATIC if scale.static else TENSOR if scale.group_shape.is_per_tensor() else TOKEN
             self.traits = (self.quantization == TOKEN,)

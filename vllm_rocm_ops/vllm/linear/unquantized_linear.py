@@ -52,31 +52,20 @@ class UnquantizedLinear(linear_base.Linear):
             return torch.nn.functional.linear(x, weight, bias)
         return torch.ops.vllm.rocm_unquantized_gemm(x, weight, bias)
 
-    def op_arguments(self, *arguments):
-        return arguments
-
     def arguments(self, layer, x, seed):
         return x, *layer[:2]
-
-    def exact(self, arguments, x, rows, columns):
-        _, weight, bias = arguments
-        return x[rows].float() @ weight[columns].float().t() + linear_base.bias_at(bias, columns)
 
     def layers_of(self, a):
         return [(a.weight, a.bias, a.x.dtype)]
 
     def exact_of(self, a, rows, columns):
-        return self.exact(a, a.x, rows, columns)
+        return a.x[rows].float() @ a.weight[columns].float().t() + linear_base.bias_at(a.bias, columns)
 
 
 COMPARISON = UnquantizedLinear()
 
 
-def _fake(x, weight, bias):
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-define(unquantized_linear, _fake)
+define(unquantized_linear, lambda x, weight, _: x.new_empty((*x.shape[:-1], weight.shape[0])))
 
 
 def replaced() -> str:

@@ -39,7 +39,8 @@ def install(step: Step, model: torch.nn.Module) -> None:
 
     for layer, gate in gate_calls.gates_of([model], [*quantized_input.layers_of(model)]):
         cls = getattr(layer.routed_experts.quant_method, "experts_cls", None)
-        is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and not routing_gate.refusal(layer, gate)
+        is_ours = getattr(cls, "__name__", "").startswith("RocmOps")
+        is_ours = is_ours and not routing_gate.unsupported_reason(layer, gate)
         is_ours = is_ours and bool(routes(layer.routed_experts) or vllm_routing.routing_of(layer))
         if is_ours and gate.module.weight.dtype == torch.float32:
             instead(gate.module, float_gate)
@@ -50,7 +51,9 @@ def install(step: Step, model: torch.nn.Module) -> None:
         elif isinstance(module, VocabParallelEmbedding):
             module.forward = lambda ids, module=module: embedding(step, module, ids)
         elif hasattr(module, "_forward_entry"):
-            module._forward_entry = lambda *given, module=module: forward_of_experts(module, *given)
+            module._forward_entry = lambda hidden, logits, shared_input, input_ids=None, *_, module=module: (
+                module._forward_impl(hidden, logits, shared_input, input_ids)  # what vLLM's opaque op runs
+            )
             module._apply_quant_method = lambda *_, module=module, **given: experts(
                 step, module, given["hidden_states"], given["router_logits"], given["shared_experts_input"]
             )
@@ -112,8 +115,3 @@ def embedding(step: Step, layer: torch.nn.Module, ids: Tensor) -> Tensor:
     made = torch.empty((*ids.shape, layer.embedding_dim), dtype=torch.get_default_dtype(), device="meta")
     step.add(layer, OTHER, ids, made, layer="embedding")
     return tensor_model_parallel_all_reduce(made)
-
-
-def forward_of_experts(runner: torch.nn.Module, hidden, logits, shared_input, input_ids=None, *_):
-    """Run what vLLM's opaque op runs."""
-    return runner._forward_impl(hidden, logits, shared_input, input_ids)

@@ -19,12 +19,13 @@ from vllm_rocm_ops.vllm.meta.step import (
     EXPERTS_KIND,
     LINEAR,
     NORM,
+    OPAQUE,
     OTHER,
     TOKENS,
     Record,
     Step,
-    spelled,
 )
+from vllm_rocm_ops.vllm.selection.kernel_selection import types
 
 LABELS = {
     "kv_a_proj_with_mqa": "kv_a (replicated)",
@@ -72,7 +73,7 @@ def named(records: list[Record]) -> list[Record]:
             known = part
         record.layer = record.layer or ("shared " if shared else "dense " if has_experts and of_mlp else "") + known
     for record in records:
-        if not record.is_shared:
+        if record.module not in (OPAQUE, "all-reduce"):  # which have no module, or one that layers share
             found = layer_of(record.module)
             if not (found and last is not None and found[1] < last):  # else a module that layers share
                 block, last = found or (record.module, last)
@@ -146,7 +147,7 @@ def blocks_of(model: torch.nn.Module, config) -> list:
     add_unseen(step, model)
     blocks: list = []
     for _, records in itertools.groupby(named(step.records), lambda record: record.block):
-        block = [[r.layer, r.op, list(r.parameters), spelled(r.dtype), r.runs] for r in records]
+        block = [[r.layer, r.op, list(r.parameters), types(r.dtype), r.runs] for r in records]
         if blocks and blocks[-1][1] == block:
             blocks[-1][0] += 1
         else:

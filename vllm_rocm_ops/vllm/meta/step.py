@@ -18,14 +18,15 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.quantization import STATIC, TENSOR, UNQUANTIZED
 from vllm_rocm_ops.models.config import EXPERTS, MX_ALONE
 from vllm_rocm_ops.models.layers import DELTA_NET, GATED_NORM, GATES, PREFILL
+from vllm_rocm_ops.ops.shared.gemm import HALVES
 from vllm_rocm_ops.vllm import coverage, seam
 from vllm_rocm_ops.vllm.attention import rope_and_cache, rope_pre_attention
 from vllm_rocm_ops.vllm.moe import expert_support, quantized_input, routing_experts, vllm_routing
+from vllm_rocm_ops.vllm.selection.kernel_selection import types
 
 TOKENS = 4
 LINEAR, NORM, ACTIVATION, EXPERTS_KIND, OTHER = "linear", "norm", "activation", "experts", ""
 OPAQUE = "an op"
-HALVES = torch.bfloat16, torch.float16
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,11 +45,6 @@ class Record:
     layer: str = ""
     block: str = ""
     traits: tuple = ()
-
-    @property
-    def is_shared(self) -> bool:
-        """True if it has no module, or one that layers share."""
-        return self.module in (OPAQUE, "all-reduce")
 
 
 class Step(TorchFunctionMode):
@@ -139,7 +135,7 @@ def linear(step: Step, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -
     elif is_plain and "unquantized_linear" in seam.active():
         op, quantization, traits = ops.unquantized_gemm, UNQUANTIZED, ()
     else:
-        runs = f"{method} of {spelled(weight.dtype) if isinstance(weight, Tensor) else 'packed'} weights"
+        runs = f"{method} of {types(weight.dtype) if isinstance(weight, Tensor) else 'packed'} weights"
         step.add(layer, LINEAR, x, made, runs=runs)
         return made
     has_bias = (True,) if bias is not None and "bias" in op.Arguments._fields else ()
@@ -265,7 +261,7 @@ def delta_net(step: Step, layer: torch.nn.Module, run: Callable, hidden_states: 
     heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
     made = qkvz.new_empty((qkvz.shape[0], heads[1] * layer.head_v_dim))
     *_, state = layer.get_state_dtype()[:2]
-    given = *heads, layer.gqa_interleaved_layout, spelled(state)
+    given = *heads, layer.gqa_interleaved_layout, types(state)
     runs = "vLLM's convolution and recurrence"
     step.read(ba, step.add(layer, OTHER, qkvz, None, layer=DELTA_NET, parameters=given, runs=runs))
     step.add(layer, OTHER, qkvz, made, layer=GATED_NORM, runs=type(layer.norm).__name__)
@@ -294,7 +290,7 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
         raise ValueError(f"{topk} experts per token of {total}")
     is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and quantization is not None
     what = type(routed.quant_method).__name__
-    runs = "" if is_ours else getattr(cls, "__name__", f"{what} of {spelled(w1.dtype)} weights")
+    runs = "" if is_ours else getattr(cls, "__name__", f"{what} of {types(w1.dtype)} weights")
     is_known = is_ours and not quantized_input.moves_tokens(runner.moe_config)
     by_vllm = vllm_routing.routing_of(runner) if is_known else None
     if is_ours and routes(routed):
@@ -341,7 +337,7 @@ def float_gate(step: Step, layer: torch.nn.Module, run: Callable, x: Tensor):
     """Record a gate with a float32 weight. It reads the 16-bit tokens."""
     n, k = layer.weight.shape
     made = x.new_empty((*x.shape[:-1], n), dtype=layer.weight.dtype)
-    runs = f"{type(layer).__name__} of {spelled(layer.weight.dtype)} weights"
+    runs = f"{type(layer).__name__} of {types(layer.weight.dtype)} weights"
     record = step.add(layer, LINEAR, x, made, parameters=(n, k), runs=runs, quantization=UNQUANTIZED)
     record.dtype = layer.weight.dtype
     return (made, None) if getattr(layer, "return_bias", False) else made
@@ -372,8 +368,3 @@ def scheme(routed: torch.nn.Module) -> str | None:
     if w1.dtype.itemsize != 1 or scale.numel() > 2 * w1.shape[0]:
         return None
     return STATIC if getattr(routed, "w13_input_scale", None) is not None else TENSOR
-
-
-def spelled(dtype: torch.dtype) -> str:
-    """Return a dtype's name."""
-    return str(dtype).removeprefix("torch.")

@@ -20,7 +20,7 @@ traces the layer, there is no baseline, and the op's reference runs.
   `shared_experts` is unused here. With expert parallelism the layer stays AITER's.
 """
 
-import sys
+import collections
 import types
 from collections.abc import Callable
 
@@ -57,6 +57,7 @@ APPLY = (
     "apply_router_weight_on_input",
 )
 """The parameters of `FusedMoEExpertsModular.apply`."""
+ApplyArguments = collections.namedtuple("ApplyArguments", APPLY)
 
 
 def op_arguments(
@@ -74,24 +75,20 @@ def op_arguments(
 def run(
     experts,
     baseline: Callable[[], Tensor] | None,
-    hidden: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    expert_map: Tensor | None,
-    apply_router_weight_on_input: bool,
-    activation,
-    global_num_experts: int,
+    routed: tuple[Tensor, ...],
+    options: tuple,
     hidden_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Run `fused_experts` with the scales in `experts`, or `baseline()` where vLLM serves.
 
-    The tokens are [tokens, hidden], with `hidden_scale` if vLLM quantized them, the weights [experts, 2 * inner, hidden] and
-    [experts, hidden, inner]. `expert_map` maps all experts to this rank's, -1 for others; None if the rank has all.
+    `routed` are tokens [tokens, hidden], with `hidden_scale` if vLLM quantized them, weights [experts, 2 * inner, hidden] and
+    [experts, hidden, inner], and the weights and ids of the tokens' experts. `options` are the map of all experts to this rank's,
+    -1 for others, or None if the rank has all, whether weights multiply the input, the activation, and the number of experts.
     """
-    out_dtype, on_input = out_dtype or hidden.dtype, apply_router_weight_on_input
+    hidden, w1, w2, topk_weights, topk_ids = routed
+    expert_map, on_input, activation, global_num_experts = options
+    out_dtype = out_dtype or hidden.dtype
     quantized = None if on_input or hidden_scale is not None else moe_side_channel.quantized(hidden)
     if quantized is not None and quantized[0].dtype == w1.dtype and scheme_of(w1, experts.w1_scale).group == BLOCK:
         hidden, hidden_scale = quantized
@@ -101,7 +98,8 @@ def run(
         return torch.ops.vllm_rocm_ops.fused_experts(*arguments)
     call = topk_ids.shape[1], topk_ids.dtype, expert_map, on_input, activation, global_num_experts
     choice = choice_of(experts, len(hidden), experts.comparison or COMPARISON, w1, w2, out_dtype, *call)
-    return linear_base.run_or_baseline(baseline, ops.fused_experts, choice, *arguments)
+    output = ops.fused_experts.run_kernels(*arguments) if choice.plugin_serves(len(hidden)) else None
+    return baseline() if output is None else output
 
 
 def choice_of(experts, tokens: int, comparison: LayerComparison, w1: Tensor, w2: Tensor, dtype: torch.dtype, *call):
@@ -246,13 +244,6 @@ def probe(oracle, select: str, *parameters: str) -> None:
     seam.require("SILU" in MoEActivation.__members__, "MoEActivation.SILU")
 
 
-def replace(function: Callable, plugin: Callable) -> None:
-    """Replace a function of vLLM's in every module that imported it."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(function.__name__) is function:
-            setattr(module, function.__name__, plugin)
-
-
 def first_supported(candidates: list[type], config, weight_key=None, activation_key=None) -> type | None:
     """Return the plugin's first class that supports a layer, or None."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
@@ -329,56 +320,28 @@ def modular(name: str, schemes: tuple, oracle, backend) -> type:
         def finalize_weight_and_reduce_impl(self):
             return TopKWeightAndReduceNoOP()
 
-        def apply(
-            self,
-            output,
-            hidden_states,
-            w1,
-            w2,
-            topk_weights,
-            topk_ids,
-            activation,
-            global_num_experts,
-            expert_map,
-            a1q_scale,
-            a2_scale,
-            workspace13,
-            workspace2,
-            expert_tokens_meta,
-            apply_router_weight_on_input,
-        ):
+        def apply(self, *arguments, **named):
+            a = ApplyArguments(*arguments, **named)
+
             def baseline() -> Tensor:
-                quantized, scale = hidden_states, a1q_scale
+                quantized, scale = a.hidden_states, a.a1q_scale
                 if self.expects_unquantized_inputs:
                     defers = self.baseline.expects_unquantized_inputs
-                    quantized, scale = _quantize_input(hidden_states, self.quant_config, defers)
-                self.baseline.apply(
-                    output,
-                    quantized,
-                    *self.baseline_weights(*self.op_weights(w1, w2)),
-                    topk_weights,
-                    topk_ids,
-                    activation,
-                    global_num_experts,
-                    self.baseline_expert_map(expert_map),
-                    scale,
-                    a2_scale,
-                    workspace13,
-                    workspace2,
-                    expert_tokens_meta,
-                    apply_router_weight_on_input,
-                )
-                return output
+                    quantized, scale = _quantize_input(a.hidden_states, self.quant_config, defers)
+                w1, w2 = self.baseline_weights(*self.op_weights(a.w1, a.w2))
+                given = a._replace(hidden_states=quantized, w1=w1, w2=w2, a1q_scale=scale)
+                self.baseline.apply(*given._replace(expert_map=self.baseline_expert_map(a.expert_map)))
+                return a.output
 
             # With apply_router_weight_on_input vLLM has already multiplied the input by the weights.
-            weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+            weights = torch.ones_like(a.topk_weights) if a.apply_router_weight_on_input else a.topk_weights
             fallback = None if self.baseline is None else baseline
-            ids = topk_ids if expert_tokens_meta is None else mask_spare_rows(topk_ids, expert_tokens_meta)
-            routed = hidden_states, *self.op_weights(w1, w2), weights, ids
-            options = expert_map, False, activation, global_num_experts
-            result = run(self, fallback, *routed, *options, a1q_scale, output.dtype)
-            if result is not output:
-                output.copy_(result)
+            ids = a.topk_ids if a.expert_tokens_meta is None else mask_spare_rows(a.topk_ids, a.expert_tokens_meta)
+            routed = a.hidden_states, *self.op_weights(a.w1, a.w2), weights, ids
+            options = a.expert_map, False, a.activation, a.global_num_experts
+            result = run(self, fallback, routed, options, a.a1q_scale, a.output.dtype)
+            if result is not a.output:
+                a.output.copy_(result)
 
     return with_attributes(RocmOpsExperts, name, schemes, oracle, backend)
 

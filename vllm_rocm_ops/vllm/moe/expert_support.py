@@ -230,9 +230,3 @@ def serving_experts(layer: torch.nn.Module) -> Predicates | None:
     """Return the plugin's experts of a layer unless they handed it to vLLM's at the first call; None without any."""
     experts = experts_of(layer)
     return None if experts is None or experts.refused else experts
-
-
-def first_call_refusal(layer: torch.nn.Module) -> str:
-    """Return why the plugin's experts handed a layer to vLLM's at its first call, empty if they did not."""
-    experts = experts_of(layer)
-    return "" if experts is None else experts.refused

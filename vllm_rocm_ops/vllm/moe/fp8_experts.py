@@ -48,7 +48,7 @@ def install() -> None:
         scheme = weight_key, activation_key
         return experts.select(PLUGIN_EXPERTS, lambda: select(config, *scheme, *others, **more), config, *scheme)
 
-    experts.replace(select, select_fp8_moe_backend)
+    seam.replace_function(select.__name__, select, select_fp8_moe_backend)
 
 
 SEAM = seam.Seam(

@@ -194,32 +194,19 @@ def routing(oracle, backend, scheme: tuple) -> type:
         def restore_baseline(self):
             self.apply = self.baseline.apply
 
-        def apply(
-            self,
-            hidden_states,
-            w1,
-            w2,
-            router_logits,
-            activation,
-            global_num_experts,
-            expert_map,
-            a1q_scale,
-            apply_router_weight_on_input,
-            *others,
-            **more,
-        ):
-            dtype, options = hidden_states.dtype, (expert_map, apply_router_weight_on_input)
-            if self.can_read(w1, w2):
-                values = self.op_weights(w1, w2)
-                call = self.topk, torch.int32, *options, activation, global_num_experts
-                choice = experts.choice_of(self, len(hidden_states), COMPARISON, *values, dtype, *call)
-                if choice.plugin_serves(len(hidden_states)):
-                    routed = *values, *self.route(router_logits)
-                    arguments = experts.op_arguments(self, hidden_states, *routed, *options, None, dtype, activation)
-                    if (output := ops.fused_experts.run_kernels(*arguments)) is not None:
+        def apply(self, *arguments, **named):
+            a = routing_experts.ApplyArguments(*arguments, **named)
+            x, options = a.hidden_states, (a.expert_map, a.apply_router_weight_on_input)
+            if self.can_read(a.w1, a.w2):
+                values = self.op_weights(a.w1, a.w2)
+                call = self.topk, torch.int32, *options, a.activation, a.global_num_experts
+                choice = experts.choice_of(self, len(x), COMPARISON, *values, x.dtype, *call)
+                if choice.plugin_serves(len(x)):
+                    routed = *values, *self.route(a.router_logits)
+                    given = experts.op_arguments(self, x, *routed, *options, None, x.dtype, a.activation)
+                    if (output := ops.fused_experts.run_kernels(*given)) is not None:
                         return output
-            rest = router_logits, activation, global_num_experts, expert_map, a1q_scale, apply_router_weight_on_input
-            return self.baseline.apply(hidden_states, w1, w2, *rest, *others, **more)
+            return self.baseline.apply(*arguments, **named)
 
         def route(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
             """Return the weights and ids [tokens, topk] of the tokens' experts."""
@@ -297,7 +284,7 @@ def install() -> None:
 
     for name in SELECTS:
         select = getattr(mxfp4, name)
-        experts.replace(select, wrapped(select))
+        seam.replace_function(select.__name__, select, wrapped(select))
 
 
 def select_experts(vllm_selects, config, scheme: tuple) -> tuple:

@@ -54,6 +54,7 @@ def weight_only_class(oracle, backends, scheme: tuple) -> type:
 
     class RocmOpsMxfp8WeightExperts(experts.modular("", (scheme,), oracle, backends.EMULATION)):
         weight_only, comparison = True, COMPARISON
+        backend = backends.TRITON_MXFP8  # for which vLLM leaves weights as loaded
         checked_w1 = None
 
         def restore_baseline(self):
@@ -76,11 +77,7 @@ def weight_only_class(oracle, backends, scheme: tuple) -> type:
             apply = self.baseline.apply if self.refused and self.baseline else super().apply
             return apply(output, hidden_states, w1, w2, *others, **more)
 
-    made = experts.with_attributes(
-        RocmOpsMxfp8WeightExperts, RocmOpsMxfp8WeightExperts.__name__, (scheme,), oracle, backends.EMULATION
-    )
-    made.backend = backends.TRITON_MXFP8  # for which vLLM leaves weights as loaded
-    return made
+    return RocmOpsMxfp8WeightExperts
 
 
 def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
@@ -120,7 +117,7 @@ def install() -> None:
             return selected
         return experts.select([w8a16], lambda: selected, config, *scheme)
 
-    experts.replace(select, select_mxfp8_moe_backend)
+    seam.replace_function(select.__name__, select, select_mxfp8_moe_backend)
 
 
 SEAM = seam.Seam(

@@ -26,7 +26,8 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared.experts import scheme_of
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.vllm.graph import compiled_ops, model_queries, moe_side_channel
-from vllm_rocm_ops.vllm.graph.compiled_ops import QuantComparison, dequantized
+from vllm_rocm_ops.vllm.graph.compiled_ops import QuantComparison
+from vllm_rocm_ops.vllm.graph.norm_outputs import TwoOutputs
 from vllm_rocm_ops.vllm.moe import expert_support
 from vllm_rocm_ops.vllm.selection.key import EAGER, SEPARATE
 
@@ -86,11 +87,8 @@ def hidden_of(model: torch.nn.Module) -> int:
     return sizes.pop() if len(sizes) == 1 and fused_quant.has_kernels(OP.name) else 0
 
 
-class Beside(QuantComparison):
-    """Residual add, norm and quantization before an MoE layer: one launch against the norm and a separate quantization.
-
-    Both outputs are checked.
-    """
+class BesideExperts(TwoOutputs):
+    """A norm with two outputs before an MoE layer, against the plugin's norm and a separate quantization."""
 
     def __init__(self, norm: torch.nn.Module):
         super().__init__(OP, norm, norm, len(norm.weight), norm.weight.dtype, True, BESIDE)
@@ -101,20 +99,11 @@ class Beside(QuantComparison):
         return moved + 2.0 * tokens * self.columns * self.dtype.itemsize, operations
 
     def baseline(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        """Return the plugin's norm, and vLLM's quantization of it."""
         from vllm_rocm_ops.vllm.graph import vllm_row_kernels
 
         norm = self.producer
         plain = ops.fused_add_rms_norm.call(x, residual, norm.weight.data, norm.variance_epsilon, self.one_plus)
         return plain, *vllm_row_kernels.quantized(plain), residual
-
-    def exact(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        result, added = super().exact(x, residual)
-        return result, result, added
-
-    def results(self, output: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
-        plain, values, scale, residual = output
-        return [dequantized(values[:tokens], scale), plain, residual]
 
 
 def norms_before_experts(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:
@@ -123,7 +112,7 @@ def norms_before_experts(model: torch.nn.Module, compiles: bool) -> Iterator[Qua
     norms = [norm for norm in model_queries.norms(model) if len(norm.weight) == size] if size else []
     if norms:
         ops_beside()  # code that vLLM compiled in an earlier start calls them without a graph
-    yield from (Beside(norm) for norm in norms[:1])
+    yield from (BesideExperts(norm) for norm in norms[:1])
 
 
 # The op
@@ -215,9 +204,7 @@ def also_quantize(norm: Norm, readers: list[fx.Node], summed: Callable) -> bool:
     if not wins or OP.name in rewrite.choices.off or (layer := layer_of(norm.result, readers)) is None:
         return False
     given = {"quant_dtype": fused_quant.QUANT_DTYPE} | norm.arguments()
-    values = fx.map_arg(given, lambda node: node.meta["val"])
-    makes = OP.allocate(OP.Arguments(**{name: values[name] for name in OP.Arguments._fields if name in values}))
-    _, *quantized = rewrite.insert(norm, OP, given, [], summed(norm, OP, given), makes)[:3]
+    _, *quantized = rewrite.insert(norm, OP, given, [], summed(norm, OP, given), rewrite.outputs_of(OP, given))[:3]
     give_quantized(layer, *quantized)
     return True
 

@@ -6,6 +6,7 @@ that is faster (routing_gate.py). Left to vLLM's router: expert load balancing, 
 layers, and unsupported calls.
 """
 
+import collections
 import inspect
 
 import torch
@@ -37,7 +38,8 @@ APPLY = (
     *("apply_router_weight_on_input", "num_expert_group", "e_score_correction_bias", "routed_scaling_factor"),
     "topk_group",
 )
-"""The parameters of `FusedMoEExpertsMonolithic.apply`."""
+"""The parameters of `FusedMoEExpertsMonolithic.apply`, of which the last four have defaults; a newer vLLM has one more."""
+ApplyArguments = collections.namedtuple("ApplyArguments", (*APPLY, "routing_replay_out"), defaults=(None,) * 5)
 
 
 def route(
@@ -58,7 +60,9 @@ def route(
     scoring_func, renormalize = method
 
     def baseline() -> tuple[Tensor, Tensor]:
-        router = router_factory().create_fused_moe_router(
+        from vllm.model_executor.layers.fused_moe.router import router_factory
+
+        router = router_factory.create_fused_moe_router(
             topk,
             router_logits.shape[-1],
             renormalize,
@@ -124,13 +128,6 @@ def supports(method: tuple[str, bool], config) -> bool:
     return linear_base.has_kernels(ops.grouped_topk, *what, 1, 1, scoring_func, 1.0, bias)
 
 
-def router_factory():
-    """Return vLLM's module that makes a layer's router."""
-    from vllm.model_executor.layers.fused_moe.router import router_factory
-
-    return router_factory
-
-
 def is_padding(tokens: int) -> Tensor | None:
     """Return vLLM's mask [tokens] of a captured graph's padding, which its routers without groups send to no expert."""
     from vllm.model_executor.layers.fused_moe.router import fused_topk_router
@@ -162,10 +159,6 @@ def monolithic(modular: type) -> type:
     from vllm.model_executor.layers.fused_moe import modular_kernel
 
     class RocmOpsRoutingExperts(experts.Predicates, modular_kernel.FusedMoEExpertsMonolithic):
-        schemes, baseline_class = modular.schemes, staticmethod(modular.baseline_class)
-        oracle, backend, beside_aiter = modular.oracle, modular.backend, modular.beside_aiter
-        shuffled = modular.shuffled
-
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
             self.method, self.topk = METHODS[moe_config.routing_method.name], moe_config.experts_per_token
@@ -192,38 +185,23 @@ def monolithic(modular: type) -> type:
             alone = config.dp_size == 1 and not config.use_all2all_kernels
             return experts.Predicates._supports_parallel_config(config) and alone and not config.enable_eplb
 
-        def apply(
-            self,
-            hidden_states,
-            w1,
-            w2,
-            router_logits,
-            activation,
-            global_num_experts,
-            expert_map,
-            a1q_scale,
-            apply_router_weight_on_input,
-            num_expert_group=None,
-            e_score_correction_bias=None,
-            routed_scaling_factor=None,
-            topk_group=None,
-            routing_replay_out=None,
-        ):
-            scale = 1.0 if routed_scaling_factor is None else routed_scaling_factor
-            groups = num_expert_group, topk_group, e_score_correction_bias, scale
-            weights, ids = route(self.method, self.topk, router_logits, *groups, has_baseline=self.baseline is not None)
+        def apply(self, *arguments, **named):
+            a = ApplyArguments(*arguments, **named)
+            scale = 1.0 if a.routed_scaling_factor is None else a.routed_scaling_factor
+            groups = a.num_expert_group, a.topk_group, a.e_score_correction_bias, scale
+            chosen = route(self.method, self.topk, a.router_logits, *groups, has_baseline=self.baseline is not None)
+            routed = a.hidden_states, a.w1, a.w2, *chosen
 
             def baseline() -> Tensor:
-                options = activation, global_num_experts, expert_map, apply_router_weight_on_input
-                return self.baseline.apply(hidden_states, w1, w2, weights, ids, *options)
+                options = a.activation, a.global_num_experts, a.expert_map, a.apply_router_weight_on_input
+                return self.baseline.apply(*routed, *options)
 
             fallback = None if self.baseline is None else baseline
-            routed = hidden_states, w1, w2, weights, ids
-            options = expert_map, apply_router_weight_on_input, activation, global_num_experts
-            return experts.run(self, fallback, *routed, *options)
+            options = a.expert_map, a.apply_router_weight_on_input, a.activation, a.global_num_experts
+            return experts.run(self, fallback, routed, options)
 
-    RocmOpsRoutingExperts.__name__ = RocmOpsRoutingExperts.__qualname__ = modular.__name__.replace("Ops", "OpsRouting")
-    return RocmOpsRoutingExperts
+    name = modular.__name__.replace("Ops", "OpsRouting")
+    return experts.with_attributes(RocmOpsRoutingExperts, name, modular.schemes, modular.oracle, modular.backend)
 
 
 def probe() -> None:
@@ -237,12 +215,12 @@ def probe_vllm() -> None:
     """Raise `Unavailable` unless vLLM's monolithic experts and routers are as expected."""
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
-    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router, router_factory
 
     seam.require_parameters(modular_kernel.FusedMoEExpertsMonolithic.apply, *APPLY)
     seam.require_parameters(fused_topk_router._get_padding_mask, "num_tokens")
-    seam.require_parameters(router_factory().create_fused_moe_router, "top_k", "global_num_experts", "renormalize")
-    factory = inspect.signature(router_factory().create_fused_moe_router).parameters
+    seam.require_parameters(router_factory.create_fused_moe_router, "top_k", "global_num_experts", "renormalize")
+    factory = inspect.signature(router_factory.create_fused_moe_router).parameters
     seam.require(ROUTER <= factory.keys(), f"create_fused_moe_router({', '.join(sorted(ROUTER))})")
     seam.require(METHODS.keys() <= set(RoutingMethodType.__members__), f"RoutingMethodType with {', '.join(METHODS)}")
 

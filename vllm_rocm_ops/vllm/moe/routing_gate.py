@@ -14,7 +14,6 @@ weight, a LoRA adapter, fused with the gate of the shared experts; in layers who
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,6 @@ class ExpertsRouting:
         return not self.routed_experts.num_expert_group and self.experts.baseline is not None
 
     def route(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and ids by a launch of their own."""
         has_baseline = self.experts.baseline is not None
         return routing_experts.route(self.method, self.topk, logits, *self.groups, has_baseline=has_baseline)
 
@@ -98,7 +96,6 @@ class Router:
         return OP(*arguments) if x.device.type == "cpu" else OP.run_kernels(*arguments)
 
     def product(self, x: Tensor) -> Tensor:
-        """Return the logits by vLLM's gate."""
         plain = next(one for one in type(self.gate).__mro__ if one in compat.gate_classes())
         made = plain.forward(self.gate, x.to(self.gate.weight.dtype) if self.is_widened else x)
         return made[0] if isinstance(made, tuple) else made
@@ -163,15 +160,9 @@ def _fake(x, weight):
 define(routed_gate, _fake)
 
 
-@functools.cache
-def routing(plain: type) -> type:
-    """Return the plugin's subclass of a gate's class."""
-    return type(f"Routing{plain.__name__}", (RoutingGate, plain), {})
-
-
 def restore_baseline(gate: torch.nn.Module) -> None:
     """Give a gate its class back."""
-    gate.__class__ = type(gate).__bases__[1]
+    gate.__class__ = seam.plain_of(gate, RoutingGate)
 
 
 def routing_of(layer: torch.nn.Module) -> ExpertsRouting | VllmRouting | None:
@@ -182,7 +173,7 @@ def routing_of(layer: torch.nn.Module) -> ExpertsRouting | VllmRouting | None:
     return None if experts is None else vllm_routing.routing_of(layer)
 
 
-def refusal(layer: torch.nn.Module, gate: gate_calls.Gate) -> str:
+def unsupported_reason(layer: torch.nn.Module, gate: gate_calls.Gate) -> str:
     """Return why the op does not compute an MoE layer's gate, empty if it does. The experts must be the plugin's."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -202,18 +193,12 @@ def refusal(layer: torch.nn.Module, gate: gate_calls.Gate) -> str:
     is_read = weight.dtype in (torch.bfloat16, torch.float32) and config.in_dtype == torch.bfloat16
     if not is_read or out_dtype not in (None, weight.dtype):
         return f"gates of {weight.dtype} with {config.in_dtype} tokens and logits of {out_dtype or weight.dtype}"
-    if weight.dtype == torch.bfloat16 and runs_beside_shared_experts(layer):
+    # Shared experts on a stream of their own delay one launch more than two: the last of its blocks routes. It takes 8.1 us
+    # alone and 17.9 us there, its two launches 8.3 and 9.7 us: Qwen3-Next, 8 tokens, H200, b0471149.
+    stream = getattr(getattr(layer, "shared_experts", None), "_stream", None)
+    if weight.dtype == torch.bfloat16 and stream is not None:
         return "16-bit gates with shared experts beside them on another stream"
     return ""
-
-
-def runs_beside_shared_experts(layer: torch.nn.Module) -> bool:
-    """True if vLLM runs an MoE layer's shared experts on a stream of their own, with the gate and the experts.
-
-    They delay one launch more than two: the last of its blocks routes. It takes 8.1 us alone and 17.9 us there, its two
-    launches 8.3 and 9.7 us: Qwen3-Next, 8 tokens, H200, b0471149.
-    """
-    return getattr(getattr(layer, "shared_experts", None), "_stream", None) is not None
 
 
 def adopt(models: Iterable[torch.nn.Module]) -> None:
@@ -228,7 +213,10 @@ def adopt(models: Iterable[torch.nn.Module]) -> None:
         if expert_support.serving_experts(layer.routed_experts) is None:
             continue
         routing = routing_of(layer)
-        if why := refusal(layer, gate) if routing else "gates of layers whose router is another than vLLM's top-k":
+        why = (
+            unsupported_reason(layer, gate) if routing else "gates of layers whose router is another than vLLM's top-k"
+        )
+        if why:
             expert_support.log_unsupported(why, "gates of MoE layers")
         else:
             adopt_gate(gate, routing)
@@ -240,7 +228,7 @@ def adopt_gate(gate: gate_calls.Gate, of_layer: ExpertsRouting | VllmRouting) ->
     of_layer.adopt()
     described, choices = (module.weight, torch.bfloat16, router), []
     for kernels in FLOAT_COMPARISONS if module.weight.dtype == torch.float32 else COMPARISONS:
-        beside = kernels.beside()
+        beside = kernels.beside
         beside = beside._replace(name="_".join(filter(None, (beside.name, of_layer.beside))))
         calls = "router", beside, kernels.describe(described)
         made = kernel_selection.choice_for(calls, kernels, beside, lambda: described, module.weight, MAX_TOKENS)
@@ -250,7 +238,7 @@ def adopt_gate(gate: gate_calls.Gate, of_layer: ExpertsRouting | VllmRouting) ->
     if gate.in_model:
         in_models[module.weight.data_ptr()] = module
         compiled_ops.choices.others = (*dict.fromkeys((*compiled_ops.choices.others, IN_GRAPHS)),)
-    module.__class__ = routing(type(module))
+    module.__class__ = seam.mixed(RoutingGate, type(module))
 
 
 # For timing
@@ -283,6 +271,7 @@ class RoutingGates(LayerComparison):
 
     op, limit = OP, 0
 
+    @property
     def beside(self) -> Baseline:
         return Baseline(unquantized_linear.replaced())
 
@@ -312,7 +301,6 @@ class RoutingGates(LayerComparison):
         return logits, *router.of_layer.route(x, logits), routing
 
     def product(self, x: Tensor, weight: Tensor, router: Router) -> Tensor:
-        """Return the logits by the baseline's GEMM."""
         if x.device.type == "cpu":
             return torch.nn.functional.linear(x, weight)
         return unquantized_linear.COMPARISON.baseline(x, weight, None)
@@ -344,8 +332,7 @@ class RoutingGates(LayerComparison):
 class AgainstTwoLaunches(RoutingGates):
     """`RoutingGates` against the plugin's own GEMM and the layer's routing."""
 
-    def beside(self) -> Baseline:
-        return SEPARATE
+    beside = SEPARATE
 
     def product(self, x: Tensor, weight: Tensor, router: Router) -> Tensor:
         if x.device.type == "cpu":
@@ -357,8 +344,7 @@ class AgainstTwoLaunches(RoutingGates):
 class AgainstFloatGate(RoutingGates):
     """`RoutingGates` against vLLM's gate with a float32 weight, with its conversion of the tokens, and the layer's routing."""
 
-    def beside(self) -> Baseline:
-        return Baseline("float32_gate")
+    beside = Baseline("float32_gate")
 
     def product(self, x: Tensor, weight: Tensor, router: Router) -> Tensor:
         return router.product(x)

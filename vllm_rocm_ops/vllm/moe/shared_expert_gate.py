@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vllm_rocm_ops.ops.shared.rowwise import VECTOR
-from vllm_rocm_ops.vllm import compat
+from vllm_rocm_ops.vllm import compat, seam
 from vllm_rocm_ops.vllm.graph import model_queries
 from vllm_rocm_ops.vllm.graph.compiled_ops import QuantComparison, dequantized
 from vllm_rocm_ops.vllm.moe import expert_support
@@ -48,7 +48,7 @@ class GatedActivation:
             return super().forward(x)
         act_fn = functools.partial(activate, self, x)
         parts = {"gate_up_proj": self.gate_up_proj, "act_fn": act_fn, "down_proj": self.down_proj, "expert_gate": None}
-        return plain_of(self).forward(types.SimpleNamespace(**parts), x)
+        return seam.plain_of(self, GatedActivation).forward(types.SimpleNamespace(**parts), x)
 
 
 def activate(layer: torch.nn.Module, x: Tensor, gate_up: Tensor):
@@ -68,18 +68,7 @@ def key_of(linear: torch.nn.Module, columns: int):
     return fused_quant.made_for(linear, columns, fused_quant.runnable_gates()) if quantizes else None
 
 
-@functools.cache
-def gated_activation(plain: type) -> type:
-    """Return the plugin's subclass of a layer's class."""
-    return type(plain.__name__, (GatedActivation, plain), {"__module__": plain.__module__})
-
-
-def plain_of(layer: torch.nn.Module) -> type:
-    """Return vLLM's class of a layer."""
-    return type(layer).__bases__[1] if isinstance(layer, GatedActivation) else type(layer)
-
-
-def refusal(layer: torch.nn.Module, dtype: torch.dtype) -> str:
+def unsupported_reason(layer: torch.nn.Module, dtype: torch.dtype) -> str:
     """Return why the op does not compute a shared expert's gate, empty if it does."""
     from vllm import envs
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -128,8 +117,7 @@ class SharedGateComparison(QuantComparison):
         return gate_up, (x / self.weight.float().norm().clamp_min(1e-6)).to(self.dtype)
 
     def plugin(self, gate_up: Tensor, x: Tensor) -> tuple | None:
-        output = self.run({"input": gate_up, "tokens": x, "expert_gate": self.weight})
-        return None if output is None else (*output, None)
+        return self.run({"input": gate_up, "tokens": x, "expert_gate": self.weight})
 
     def baseline(self, gate_up: Tensor, x: Tensor) -> tuple:
         """Return vLLM's activation, and the sigmoid. It multiplies the tokens, which are as wide as the result of `down_proj`."""
@@ -148,13 +136,9 @@ class SharedGateComparison(QuantComparison):
         made = values[:tokens].float() if scale is None else dequantized(values[:tokens], scale)
         return [made if gate is None else made * gate[:tokens].float()]
 
-    def runs_unmeasured(self) -> bool:
-        """True: nothing of vLLM's fuses the gate."""
-        return True
-
-    def take(self, plugin_serves: bool) -> None:
-        plain = plain_of(self.layer)
-        self.layer.__class__ = gated_activation(plain) if plugin_serves else plain
+    def apply_decision(self, plugin_serves: bool) -> None:
+        plain = seam.plain_of(self.layer, GatedActivation)
+        self.layer.__class__ = seam.mixed(GatedActivation, plain) if plugin_serves else plain
 
 
 def gates(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:
@@ -171,7 +155,7 @@ def gates(model: torch.nn.Module, compiles: bool) -> Iterator[QuantComparison]:
         if getattr(layer, "expert_gate", None) is None or not is_eager or not model_queries.is_gated(layer):
             continue
         dtype = get_current_vllm_config().model_config.dtype
-        if why := refusal(layer, dtype):
+        if why := unsupported_reason(layer, dtype):
             expert_support.log_unsupported(why, "gates of shared experts")
             continue
         columns = model_queries.width(layer.down_proj)

@@ -29,7 +29,7 @@ def install() -> None:
     def select_unquantized_moe_backend(moe_config):
         return experts.select(PLUGIN_EXPERTS, lambda: select(moe_config), moe_config)
 
-    experts.replace(select, select_unquantized_moe_backend)
+    seam.replace_function(select.__name__, select, select_unquantized_moe_backend)
 
 
 SEAM = seam.Seam(

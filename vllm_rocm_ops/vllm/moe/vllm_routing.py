@@ -43,7 +43,6 @@ class VllmRouting:
         return self.plain.__name__ + "_aiter" * bool(rocm_aiter_ops.is_fused_moe_enabled())
 
     def route(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and ids by vLLM's router."""
         return self.plain._compute_routing(self.router, x, logits, None)
 
     def adopt(self) -> None:

@@ -98,8 +98,8 @@ def install() -> None:
         kernel = make(moe_quant_config, moe_config, vllm_class, *others, **more)
         return type(kernel)(kernel.prepare_finalize, experts_cls(moe_config, moe_quant_config))
 
-    experts.replace(select, select_wna16_moe_backend)
-    experts.replace(make, make_wna16_moe_kernel)
+    seam.replace_function(select.__name__, select, select_wna16_moe_backend)
+    seam.replace_function(FACTORY, make, make_wna16_moe_kernel)
 
 
 SEAM = seam.Seam(

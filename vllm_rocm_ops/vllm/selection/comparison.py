@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,31 +40,24 @@ class Sample(NamedTuple):
     fresh: Callable = tuple
 
 
-class Comparison(Protocol):
+class Comparison:
     """The plugin's op and vLLM's kernel for the same calls.
 
-    A `layer` is a tuple of what a call has besides its tokens, for one layer of the model.
+    A `layer` is a tuple of what a call has besides its tokens, for one layer of the model. Subclasses define
+
+        describe(layer)          the name of a layer's shape, which distinguishes it from all others
+        work(layer, tokens)      the bytes and the operations of a call
+        plugin(*arguments)       a call by the plugin's kernels, None where they do not support it
+        baseline(*arguments)     the call by vLLM's kernel
+        sample(layers, tokens)   a `Sample` with a call of each layer
     """
 
     op: Op
+    sampled_rows = 8
 
     def max_tokens(self) -> int:
         """Return the default token limit of the plugin, before timing."""
-
-    def describe(self, layer: tuple) -> str:
-        """Return the name of a layer's shape, which distinguishes it from all others."""
-
-    def work(self, layer: tuple, tokens: int) -> tuple[float, float]:
-        """Return the bytes and the operations of a call."""
-
-    def plugin(self, *arguments) -> object | None:
-        """Run a call by the plugin's kernels, or return None where they do not support it."""
-
-    def baseline(self, *arguments) -> object:
-        """Run a call by vLLM's kernel."""
-
-    def sample(self, layers: list[tuple], tokens: int) -> Sample:
-        """Return a call of each layer."""
+        return 0
 
 
 class Refused(Exception):
@@ -84,24 +77,28 @@ def run_plugin(kernels: Comparison, *arguments):
     return output
 
 
-class LayerComparison:
+class LayerComparison(Comparison):
     """Sampled calls of a model's layers.
 
-    Subclasses define, besides `Comparison`'s methods:
+    Subclasses define besides:
 
         columns(layer)                       the columns of the input and of the result
         arguments(layer, x, seed)            the arguments of a call with tokens x; the seed is for further random ones
-        exact(arguments, x, rows, columns)   these rows and columns of the result, in float32; columns come in groups of `GROUP`
+        exact_of(a, rows, columns)           these rows and columns of the result, in float32, given the op's arguments;
+                                             columns come in groups of `GROUP`
     """
 
     by_attention = False
     """True if the plugin serves only where timed faster, or with VLLM_ROCM_OPS_ATTENTION=1."""
-    sampled_rows = 8
     comparable = staticmethod(same)
     """Returns the rows of a result that are compared."""
 
-    def max_tokens(self) -> int:
-        return 0
+    def op_arguments(self, *arguments) -> tuple:
+        """Return the op's arguments, given a call's."""
+        return arguments
+
+    def exact(self, arguments: tuple, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        return self.exact_of(self.op.Arguments(*self.op_arguments(*arguments)), rows, columns)
 
     def sample(self, layers: list[tuple], tokens: int) -> Sample:
         columns_in, columns_out = self.columns(layers[0])
@@ -124,10 +121,10 @@ class LayerComparison:
         return Sample(sets, judge, self.comparable)
 
 
-class RowComparison:
+class RowComparison(Comparison):
     """Sampled rows of calls with several results, for one choice at all token counts.
 
-    Subclasses define, besides `Comparison`'s methods:
+    Subclasses define besides:
 
         inputs(tokens, seed)      random arguments of a call
         baseline(*arguments)      the call by vLLM's layers, not compiled
@@ -135,10 +132,8 @@ class RowComparison:
         exact(*arguments)         the results in float32; None where there is none
     """
 
-    sampled_rows = 8
-
-    def max_tokens(self) -> int:
-        return 0
+    replayed: int | None = None
+    """The number of results that replays of graphs are compared by, None for all."""
 
     def token_counts(self, counts: list[int]) -> list[int]:
         """Return the token counts to time, given the counts of other calls."""
@@ -148,8 +143,7 @@ class RowComparison:
         """Return a call for each layer. The errors are the first result's."""
         sets = [self.inputs(tokens, seed) for seed in range(len(layers))]
         rows = spread(tokens, self.sampled_rows).to(sets[0][0].device)
-        has_rows = (value is not None and len(value) == tokens for value in sets[0])  # a cache may have pages
-        exact = self.exact(*(value[rows] if has else value for value, has in zip(sets[0], has_rows)))
+        exact = self.exact_rows(sets[0], rows, tokens)
 
         def comparable(output: tuple) -> list[Tensor]:
             return [result for result, wanted in zip(self.results(output, tokens), exact) if wanted is not None]
@@ -162,7 +156,12 @@ class RowComparison:
             ]
             return errors[0]
 
-        return Sample(sets, judge, comparable, copies)
+        return Sample(sets, judge, lambda output: comparable(output)[: self.replayed], copies)
+
+    def exact_rows(self, given: tuple, rows: Tensor, tokens: int) -> list[Tensor | None]:
+        """Return some rows of `exact`, by the rows of the arguments that have one for each token; a cache may have pages."""
+        has_rows = (value is not None and len(value) == tokens for value in given)
+        return self.exact(*(value[rows] if has else value for value, has in zip(given, has_rows)))
 
 
 class WrongBaseline(ArithmeticError):

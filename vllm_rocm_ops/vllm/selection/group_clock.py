@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -14,25 +13,17 @@ from vllm_rocm_ops.vllm.selection.replays import Replays, raise_for
 ROUNDS = 9  # replays
 
 
-class Clock(Protocol):
-    """Time calls that ranks make together."""
+class GraphClock:
+    """Time replays of graphs that vLLM's communicator captures."""
+
+    finish = staticmethod(clocks.finish)
+    """Waits for all launches, and raises their errors."""
 
     def times(
         self, group, agree: Callable, calls: dict[str, Callable], sets: list[tuple], replays: Replays
     ) -> dict[str, list[float]]:
-        """Return this rank's microseconds per call of each function, in turn. All ranks start a replay together.
+        """Return this rank's microseconds per call of each function, in turn. All ranks start a replay together."""
 
-        A clock of graphs has `replays` check them before and after, on all ranks.
-        """
-
-    def finish(self) -> None:
-        """Wait for all launches, and raise their errors."""
-
-
-class GraphClock:
-    """Time replays of graphs that vLLM's communicator captures."""
-
-    def times(self, group, agree, calls, sets, replays):
         def capture(call: Callable) -> torch.cuda.CUDAGraph:
             graph = torch.cuda.CUDAGraph()
             with (
@@ -65,5 +56,3 @@ class GraphClock:
                 agree(functools.partial(replay, name))
         check()
         return times
-
-    finish = staticmethod(clocks.finish)

@@ -107,7 +107,6 @@ class Choice:
         return bytes(1) + bytes([1]) * (0 if self.key.baseline.named else self.kernels.max_tokens())
 
     def plugin_serves(self, tokens: int) -> bool:
-        """True if the plugin serves a call with this token count."""
         return tokens < len(self.plugin_by_tokens) and self.plugin_by_tokens[tokens] == 1
 
     @property
@@ -159,9 +158,7 @@ def new_choice(calls: tuple, kernels: Comparison, baseline: Baseline, layer: tup
     key = Key(kernels.op.name, kernels.describe(layer), baseline, getattr(kernels, "decode", None))
     made = choices[calls] = Choice(kernels, key)
     if envs.VLLM_ROCM_OPS_MEASURE != "0":
-        if session.decided is None:
-            session.decided = decided_before()
-        made.decide(session.decided)
+        made.decide(decisions_here())
     return made
 
 
@@ -187,9 +184,8 @@ def wins(key: Key) -> bytes:
     """Return where the plugin won for a key, as `Choice.plugin_by_tokens`. Empty if it was not timed or its op is off."""
     if envs.VLLM_ROCM_OPS_MEASURE == "0":
         return b""
-    if session.decided is None:
-        session.decided = decided_before()
-    return b"" if key.op in session.decided.off else session.decided.shapes.get(key, b"")
+    decided = decisions_here()
+    return b"" if key.op in decided.off else decided.shapes.get(key, b"")
 
 
 def all_choices() -> list[Choice]:
@@ -359,15 +355,28 @@ def write(path: Path, record: Record) -> None:
     tables.replace(path, json.dumps(vars(record) | {"shapes": [*record.shapes.items()]}, indent=1))
 
 
+def update(machine: dict[str, str], change: Callable[[Record], None], seconds: float) -> Record:
+    """Change a machine's results, while their file is locked, and return them. Waits so long for another process."""
+    path = path_of(machine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tables.locked(path.with_suffix(".lock"), seconds):
+        record = read(path, machine)
+        change(record)
+        write(path, record)
+    return record
+
+
 def record_here() -> Record:
     """Return the results in this machine's file."""
     here = machine()
     return read(path_of(here), here)
 
 
-def decided_before() -> Decided:
-    """Return the decisions in this machine's file."""
-    return record_here().decided()
+def decisions_here() -> Decided:
+    """Return this process's decisions, at first those in this machine's file."""
+    if session.decided is None:
+        session.decided = record_here().decided()
+    return session.decided
 
 
 def agreed(all_decided: list[Decided]) -> Decided:

@@ -22,13 +22,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from vllm_rocm_ops.core import archs, envs, tables
 from vllm_rocm_ops.core import clock as clocks
 from vllm_rocm_ops.core import launch as launches
+from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.selection import kernel_selection, report, watchdog
 from vllm_rocm_ops.vllm.selection.comparison import Comparison, Refused, WrongBaseline, allowed, run_plugin
 from vllm_rocm_ops.vllm.selection.kernel_selection import (
@@ -54,26 +54,17 @@ ROOF_SHARE, OPERATIONS_PER_US, LAUNCH_US = 0.5, 4e8, 3.0  # per call, for estima
 CAPTURE_US, REPLAY_US, CHECK_US = 15e3, 300.0, 10e3  # per graph, replay and check, besides calls
 
 
-class Clock(Protocol):
-    """Time calls."""
-
-    def times(self, calls: dict[str, Callable], sets: list[tuple], replays: Replays) -> dict[str, list[float]]:
-        """Return microseconds per call of each function, in turn, over the sets of arguments.
-
-        A clock of graphs has `replays` check them before and after.
-        """
-
-    def finish(self) -> None:
-        """Wait for all launches, and raise their errors."""
-
-
 class GraphClock:
     """Time replays of captured graphs, with caches flushed in between."""
+
+    finish = staticmethod(clocks.finish)
+    """Waits for all launches, and raises their errors."""
 
     def __init__(self):
         self._flush = clocks.Flush()  # of all pairs
 
-    def times(self, calls, sets, replays):
+    def times(self, calls: dict[str, Callable], sets: list[tuple], replays: Replays) -> dict[str, list[float]]:
+        """Return microseconds per call of each function, in turn, over the sets of arguments."""
         graphs = {}
         for name, call in calls.items():
             with watchdog.around(name):
@@ -93,8 +84,6 @@ class GraphClock:
             return samples
         more = timed(rounds=clocks.ROUNDS - FEW_ROUNDS)
         return {name: times + more[name] for name, times in samples.items()}
-
-    finish = staticmethod(clocks.finish)
 
 
 def limit_s() -> float:
@@ -126,10 +115,10 @@ def sizes(captured: Iterable[int], max_tokens: int) -> list[int]:
 
 
 def estimate(kernels: Comparison, layer: tuple, layers: int, tokens: int, bandwidth_gb_s: float) -> tuple[int, float]:
-    """Return how many layers a graph calls, and the seconds to time the pair."""
+    """Return how many layers a graph calls, each once, and the seconds to time the pair."""
     us = call_us(*kernels.work(layer, tokens), bandwidth_gb_s)
-    calls = calls_of_graph(us, layers)
-    return calls, pair_seconds(us, calls)
+    calls = max(1, min(layers, math.ceil(SAMPLE_US / us)))
+    return calls, (2 * (CAPTURE_US + (FEW_ROUNDS + 6) * (calls * us + REPLAY_US)) + CHECK_US) / 1e6
 
 
 def call_us(moved: float, operations: float, bandwidth_gb_s: float) -> float:
@@ -137,21 +126,11 @@ def call_us(moved: float, operations: float, bandwidth_gb_s: float) -> float:
     return max(moved / (bandwidth_gb_s * 1e3 * ROOF_SHARE), operations / OPERATIONS_PER_US) + LAUNCH_US
 
 
-def calls_of_graph(us: float, layers: int) -> int:
-    """Return the calls per graph, each of another layer."""
-    return max(1, min(layers, math.ceil(SAMPLE_US / us)))
-
-
-def pair_seconds(us: float, calls: int) -> float:
-    """Return the seconds to time a pair, each kernel in a graph of this many calls."""
-    return (2 * (CAPTURE_US + (FEW_ROUNDS + 6) * (calls * us + REPLAY_US)) + CHECK_US) / 1e6
-
-
 def check_and_time(
     kernels: Comparison,
     layers: list[tuple],
     tokens: int,
-    clock: Clock,
+    clock: GraphClock,
     marked: contextlib.AbstractContextManager,
     first_call: Callable[[float], None] = lambda seconds: None,
 ) -> Measured:
@@ -210,7 +189,7 @@ def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: fl
 
 def measure(
     wanted: dict[Choice, list[int]],
-    clock: Clock,
+    clock: GraphClock,
     record: Record,
     path: Path,
     save: Callable,
@@ -289,17 +268,10 @@ def measure(
         )
 
 
-def log_off(off: dict[str, str]) -> None:
-    """Warn of ops that are off."""
-    text = "vllm-rocm-ops: %s is off on this GPU and vLLM's kernels run (`vllm-rocm-ops doctor` tells how to retry): %s"
-    for op, why in off.items():
-        logger.warning(text, op, why)
-
-
 def warm_up(
     captured: Iterable[int],
     max_tokens: int,
-    clock: Clock | None,
+    clock: GraphClock | None,
     gather: Callable[[Decided], list[Decided]],
     is_logging_rank: bool = True,
 ) -> None:
@@ -324,7 +296,7 @@ def warm_up(
 
 def agree(
     wanted: dict[Choice, list[int]],
-    clock: Clock | None,
+    clock: GraphClock | None,
     gather: Callable[[Decided], list[Decided]],
     share: float = 1.0,
 ) -> tuple[Record, Decided]:
@@ -334,17 +306,17 @@ def agree(
     """
     record = Record({})
     begin = time.monotonic()
-    try:
+    with seam.surviving("kernel timing failed"):
         record = _measured_here(wanted, clock, begin + share * limit_s() - kernel_selection.session.spent)
-    except Exception as error:  # noqa: BLE001  vLLM starts anyway
-        logger.warning("vllm-rocm-ops: kernel timing failed: %s: %s", type(error).__name__, error)
     kernel_selection.session.spent += time.monotonic() - begin
     return record, kernel_selection.agreed(gather(record.decided()))
 
 
 def log_results(record: Record, decided: Decided, known: set[Key]) -> None:
     """Warn of ops that are off, of wrong baselines, and of named backends where the plugin serves. Log FP8 sums and tables."""
-    log_off(decided.off)
+    text = "vllm-rocm-ops: %s is off on this GPU and vLLM's kernels run (`vllm-rocm-ops doctor` tells how to retry): %s"
+    for op, why in decided.off.items():
+        logger.warning(text, op, why)
     here = dataclasses.replace(record, shapes={key: times for key, times in record.shapes.items() if key in known})
     for line in report.wrong_baselines(here):
         logger.warning("vllm-rocm-ops: %s. vLLM's kernel serves, as without the plugin", line)
@@ -357,7 +329,7 @@ def log_results(record: Record, decided: Decided, known: set[Key]) -> None:
         logger.info("vllm-rocm-ops: what serves:\n%s", "\n".join(report.columns(report.summary(here))))
 
 
-def _measured_here(wanted: dict[Choice, list[int]], clock: Clock | None, end: float) -> Record:
+def _measured_here(wanted: dict[Choice, list[int]], clock: GraphClock | None, end: float) -> Record:
     """Return this machine's record, with what is wanted timed until `end` if there is a clock."""
     here = kernel_selection.machine()
     path = kernel_selection.path_of(here)

@@ -85,7 +85,10 @@ def is_done(worker, started: Callable[[], None] = lambda: None) -> bool:
             return not tables.is_locked(lock())  # a failure is recorded before the child ends
         with tables.locked(lock(), 0.0):
             if not is_known():
-                log_outcome(run(device_of(worker), begun + SECONDS, started), time.monotonic() - begun)
+                outcome = run(device_of(worker), begun + SECONDS, started)
+                text = "vllm-rocm-ops: first start with this software: %d smoke stages ran in %.1f s, before a worker opens its GPU: %s"
+                level, said = logging.WARNING if outcome["failed"] else logging.INFO, "; ".join(outcome["failed"])
+                logger.log(level, text, outcome["ran"], time.monotonic() - begun, said or "all passed")
     except TimeoutError:
         return False
     except Exception as error:  # noqa: BLE001  the worker starts anyway
@@ -134,16 +137,7 @@ def run(environment: dict[str, str], end: float, started: Callable[[], None]) ->
             return {"ran": 0, "failed": [last or f"no answer within {SECONDS:.0f} s"], "off": {}}
 
 
-def log_outcome(outcome: dict, seconds: float) -> None:
-    """Log the outcome of a child."""
-    text = "vllm-rocm-ops: first start with this software: %d smoke stages ran in %.1f s, before a worker opens its GPU: %s"
-    level = logging.WARNING if outcome["failed"] else logging.INFO
-    logger.log(level, text, outcome["ran"], seconds, "; ".join(outcome["failed"]) or "all passed")
-
-
 def after_device() -> None:
     """Run without their kernels all ops that the machine's record has off, those too that nothing chooses at a call."""
-    try:
+    with seam.surviving("no record was read"):
         op_module.off.update(kernel_selection.record_here().off)
-    except Exception as error:  # noqa: BLE001  the worker starts anyway
-        logger.warning("vllm-rocm-ops: no record was read: %s: %s", type(error).__name__, error)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.selection.comparison import NOT_FINITE
-from vllm_rocm_ops.vllm.selection.kernel_selection import MARGIN, Measured, Record, serves_by_tokens
+from vllm_rocm_ops.vllm.selection.kernel_selection import MARGIN, Record, serves_by_tokens
 from vllm_rocm_ops.vllm.selection.key import AITER_OFF, AITER_ON, FP8_SUMS, Key
 
 HEADER = ("op", "shape and vLLM's kernel", "tokens", "plugin us", "vLLM us", "runs", "plugin error", "vLLM error")
@@ -125,11 +125,6 @@ def flag_of(key: Key) -> str:
     return key.baseline.flag or (AITER_ON if "aiter" in key.baseline.name.lower() else AITER_OFF)
 
 
-def served_us(record: Record, key: Key, times: Measured) -> float | None:
-    """Return the time of what serves a call where the key's baseline is vLLM's kernel, None if that was not timed."""
-    return times.plugin_us if times.wins and key.op not in record.off else times.baseline_us
-
-
 def steps(record: Record) -> list[tuple[str, str, int, dict[str, float]]]:
     """Return for each model, kind of layers and number of tokens the time in a step under each flag, in microseconds.
 
@@ -143,7 +138,7 @@ def steps(record: Record) -> list[tuple[str, str, int, dict[str, float]]]:
             for key, measured in starts_last:
                 if key.op == op and key.shape in shapes and not key.has_one_choice:
                     for tokens, times in measured.items():
-                        us = served_us(record, key, times)
+                        us = times.plugin_us if times.wins and op not in record.off else times.baseline_us
                         if us is not None:
                             by_tokens.setdefault(tokens, {})[flag_of(key)] = us
             for tokens, by_flag in by_tokens.items():

@@ -55,19 +55,6 @@ _watch: Watch | None = None
 
 
 @contextlib.contextmanager
-def watch(path: Path, text: str) -> Iterator[None]:
-    """Watch launches that `outstanding` names, and tell of a hang in the log and in a comparison's file."""
-    global _watch
-    before, _watch = _watch, Watch(path, text)
-    _watch.start()
-    try:
-        yield
-    finally:
-        _watch.done.set()
-        _watch = before
-
-
-@contextlib.contextmanager
 def outstanding() -> Iterator[None]:
     """Run the clock of the current watch, if there is one."""
     watched = _watch
@@ -88,13 +75,20 @@ def around(name: str) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def marker(path: Path, text: str) -> Iterator[None]:
-    """Keep a file while the plugin is timed, and watch its launches. One that is left over shows where a process died."""
+    """Keep a file while the plugin is timed, and watch launches that `outstanding` names.
+
+    A hang is told in the log and in the file. A file that is left over shows where a process died.
+    """
+    global _watch
     with contextlib.suppress(OSError):
         path.write_text(text)
+    before, _watch = _watch, Watch(path, text)
+    _watch.start()
     try:
-        with watch(path, text):
-            yield
+        yield
     finally:
+        _watch.done.set()
+        _watch = before
         with contextlib.suppress(OSError):
             path.unlink()
 

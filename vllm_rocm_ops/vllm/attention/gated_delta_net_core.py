@@ -203,7 +203,6 @@ class OneLaunch:
     rocm_ops_core: Core
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Project, run the op, and project its result."""
         from vllm.utils.torch_utils import _encode_layer_name
 
         qkvz, _ = self.in_proj_qkvz(hidden_states)
@@ -215,21 +214,15 @@ class OneLaunch:
         return output
 
 
-@functools.cache
-def one_launch(plain: type) -> type:
-    """Return the plugin's subclass of a layer's class."""
-    return type(plain.__name__, (OneLaunch, plain), {"__module__": plain.__module__})
-
-
 def plain_of(layer: torch.nn.Module) -> type:
     """Return vLLM's class of a layer."""
-    return type(layer).__bases__[1] if isinstance(layer, OneLaunch) else type(layer)
+    return seam.plain_of(layer, OneLaunch)
 
 
 def adopt(layer: torch.nn.Module, serves: bool) -> None:
     """Give a layer the plugin's class, or vLLM's."""
     plain = plain_of(layer)
-    layer.__class__ = one_launch(plain) if serves else plain
+    layer.__class__ = seam.mixed(OneLaunch, plain) if serves else plain
     layer.rocm_ops_core = Core(layer) if serves else None
 
 

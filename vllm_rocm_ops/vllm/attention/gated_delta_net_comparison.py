@@ -21,13 +21,11 @@ from vllm_rocm_ops.core.quantization import LIMIT, OUTPUTS
 from vllm_rocm_ops.ops.gated_delta_net_decode import SIZE, WIDTH
 from vllm_rocm_ops.ops.shared import gated_delta_net as reference
 from vllm_rocm_ops.vllm.attention import decoder
-from vllm_rocm_ops.vllm.attention import gated_delta_net_layer as layers
+from vllm_rocm_ops.vllm.attention import gated_delta_net_core as delta_net
 from vllm_rocm_ops.vllm.graph import compiled_ops
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
-from vllm_rocm_ops.vllm.selection.comparison import Sample, check, spread
 from vllm_rocm_ops.vllm.selection.key import Baseline
-from vllm_rocm_ops.vllm.selection.replays import copies
 
 REQUESTS = 2, 8, 32, 128
 """Requests of the timed steps, as far as a step may have them."""
@@ -79,9 +77,10 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
     """
 
     op = ops.gated_delta_net_decode
+    replayed = 1  # the states are arguments, which are compared, too
 
     def __init__(self, layer: torch.nn.Module, config, baseline: Baseline):
-        self.layer, self.config, self.core = layer, config, layers.Core(layer)
+        self.layer, self.config, self.core = layer, config, delta_net.Core(layer)
         self.dtype = config.model_config.dtype
         drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
         self.rows = 1 + drafts  # of a request
@@ -90,7 +89,7 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         dtypes = kernel_selection.types(self.dtype, of_state)
         traits = (
             layer.gqa_interleaved_layout,
-            layers.is_dim_first(),
+            delta_net.is_dim_first(),
             self.rows,
             self.core.kind,
             self.columns()[1] * self.core.projects,
@@ -101,16 +100,15 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         """Return a name for the kernels that vLLM runs in decode rows, empty for its plain ones."""
         if getattr(self.layer, "enable_fused_gdn_spec_decode", False):
             return "fused"
-        module = sys.modules[layers.plain_of(self.layer).__module__]
+        module = sys.modules[delta_net.plain_of(self.layer).__module__]
         is_aiter = self.layer._forward_method.__name__ == "forward_hip" and module.GDN_AITER_TRITON_AVAILABLE
         return "AITER" if is_aiter else ""
 
     def runs_unmeasured(self) -> bool:
         return decoder.is_forced()
 
-    def take(self, plugin_serves: bool) -> None:
-        """Have the layer run the op, or leave it to vLLM."""
-        layers.adopt(self.layer, plugin_serves or decoder.is_forced())
+    def apply_decision(self, plugin_serves: bool) -> None:
+        delta_net.adopt(self.layer, plugin_serves or decoder.is_forced())
 
     def columns(self) -> tuple[int, int]:
         """Return the columns of both projections' results, or of the first one's and of the tokens."""
@@ -169,10 +167,9 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
     def has_kernels(self) -> bool:
         qkvz, gates = (torch.empty(self.rows, columns, dtype=self.dtype, device="meta") for columns in self.columns())
         with self.running(*self.states(1 + self.rows, "meta"), None):
-            requests = layers.requests_of(self.step(1, "meta"))
+            requests = delta_net.requests_of(self.step(1, "meta"))
             given = self.core.arguments(qkvz, gates, requests, self.core.outputs(qkvz))
-        meta = (value.to("meta") if isinstance(value, Tensor) else value for value in given)
-        return WIDTH == self.layer.conv1d.weight.shape[-1] and linear_base.has_kernels(self.op, *meta)
+        return WIDTH == self.layer.conv1d.weight.shape[-1] and linear_base.has_kernels(self.op, *given)
 
     # For timing
 
@@ -195,34 +192,24 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         return *made, conv, state.normal_(std=0.3, generator=generator), self.step(requests, device)
 
     @functools.cached_property
-    def computed(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]:
+    def graph_outputs(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]:
         """Return a function that computes the result by vLLM's layer, and its scales, for the compiler."""
         run, between = self.layer._forward_method.__func__, self.core.between()
         quantize = self.layer.out_proj.vllm_rocm_ops_quantize if self.core.kind else lambda made: (made, None)
 
-        def computed(qkvz: Tensor, gates: Tensor) -> tuple[Tensor, Tensor | None]:
-            return quantize(run(between, layers.Projected(qkvz, self.core.ba(gates))))
+        def graph_outputs(qkvz: Tensor, gates: Tensor) -> tuple[Tensor, Tensor | None]:
+            return quantize(run(between, delta_net.Projected(qkvz, self.core.ba(gates))))
 
-        return computed
+        return graph_outputs
 
-    def by_vllm(self, computed: Callable, qkvz: Tensor, gates: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple:
-        """Return the result, its scales, and what the step leaves."""
+    def by_vllm(self, graph: Callable, qkvz: Tensor, gates: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple:
         with self.running(conv, state, metadata):
-            return *computed(qkvz, gates), Left(conv, state, metadata)
-
-    def baseline(self, *given) -> tuple:
-        """Run a step by vLLM's kernels, not compiled."""
-        return self.by_vllm(self.computed, *given)
-
-    def compiled(self, compiles: Callable) -> Callable:
-        graph = functools.cache(lambda: compiles()(self.computed))
-        return lambda *given: self.by_vllm(graph(), *given)
+            return *graph(qkvz, gates), Left(conv, state, metadata)
 
     def plugin(self, qkvz: Tensor, gates: Tensor, conv: Tensor, state: Tensor, metadata) -> tuple | None:
-        """Return the same by the op, or None where no kernel supports the call."""
         outputs = out, scale, groups = self.core.outputs(qkvz)
         with self.running(conv, state, metadata):
-            given = self.core.arguments(qkvz, gates, layers.requests_of(metadata), outputs)
+            given = self.core.arguments(qkvz, gates, delta_net.requests_of(metadata), outputs)
         if self.op.run_kernels(*given) is None:
             return None
         return out, scale if groups is None else groups, Left(conv, state, metadata)
@@ -230,7 +217,7 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
     def results(self, output: tuple, tokens: int) -> list[Tensor]:
         """Return a call's result, dequantized, and for each row the states in its slot and of its request's convolution."""
         values, scale, left = output
-        slots = layers.requests_of(left.metadata).slots.long()
+        slots = delta_net.requests_of(left.metadata).slots.long()
         of_request = slots[:, :1].expand_as(slots).flatten()
         values = values if scale is None else compiled_ops.dequantized(values, scale)
         return [values[:tokens], left.state[slots.flatten()].flatten(1), left.conv[of_request].flatten(1)]
@@ -239,7 +226,7 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
         conv, state = (x.to(torch.float32, copy=True) for x in (conv, state))
         plain = torch.empty(len(qkvz), self.heads[1] * SIZE, dtype=self.dtype, device=qkvz.device)
         with self.running(conv, state, metadata):
-            requests = layers.requests_of(metadata)
+            requests = delta_net.requests_of(metadata)
             given = self.op.Arguments(*self.core.arguments(qkvz, gates, requests, (plain, None, None)))
         result = reference.advance(given)
         if self.core.kind == "static":
@@ -247,18 +234,5 @@ class GatedDeltaNetPart(compiled_ops.LayerPart):
             result = result.clamp(-limit, limit)
         return self.results((result, None, Left(conv, state, metadata)), len(qkvz))
 
-    def sample(self, layers: list[tuple], tokens: int) -> Sample:
-        """Return a call for each layer. The errors are the first result's."""
-        sets = [self.inputs(tokens, seed) for seed in range(len(layers))]
-        exact = self.exact(*sets[0])
-        rows = spread(tokens, self.sampled_rows).to(exact[0].device)
-
-        def judge(*outputs: tuple) -> tuple[float, float]:
-            results = zip(*(self.results(output, tokens) for output in outputs), exact)
-            errors = []
-            for plugin, baseline, wanted in results:
-                columns = torch.arange(wanted.shape[1], device=wanted.device)
-                errors.append(check(plugin, baseline, wanted[rows], rows, columns))
-            return errors[0]
-
-        return Sample(sets, judge, lambda output: self.results(output, tokens)[:1], copies)  # arguments have the states
+    def exact_rows(self, given: tuple, rows: Tensor, tokens: int) -> list[Tensor]:
+        return [result[rows] for result in self.exact(*given)]
