@@ -134,7 +134,7 @@ def test_an_mxfp8_projection_gets_values_and_exponents():
     [given] = got
     gate, up = layer.gate_up_proj(x)[0].float().chunk(2, 1)
     wanted = torch.nn.functional.silu(gate) * up * torch.sigmoid(layer.expert_gate(x)[0].float())
-    assert f"{OP}_mxfp8_quant" in called() and isinstance(given, mxfp8_linear.Rows)
+    assert f"{OP}_mxfp8_quant" in called() and isinstance(given, mxfp8_linear.QuantizedRows)
     assert (given.shape, given.dtype, given.numel()) == (wanted.shape, x.dtype, wanted.numel())
     torch.testing.assert_close(compiled_ops.dequantized(given.values, given.scale), wanted, atol=0.02, rtol=0.07)
 

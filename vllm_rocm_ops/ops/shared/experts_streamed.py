@@ -21,7 +21,7 @@ from vllm_rocm_ops.ops.shared.experts import (
     swiglu_arguments,
     weight_strides,
 )
-from vllm_rocm_ops.ops.shared.experts_quantize import Activations, Rows, hidden_operand, operand, quantizing
+from vllm_rocm_ops.ops.shared.experts_quantize import Activations, UnquantizedRows, hidden_operand, operand, quantizing
 from vllm_rocm_ops.ops.shared.gemm import BLOCK, OUT_TYPES
 from vllm_rocm_ops.ops.shared.rowwise import ELEMENTS
 from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES
@@ -153,7 +153,7 @@ def launches(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]
     if config.quantizes:
         activation, quantize_act = Activations(act, inner, a.act_scale, _row_scales(a)), []
     else:
-        rows = Rows(act, pairs, inner, inner, a.out_dtype)
+        rows = UnquantizedRows(act, pairs, inner, inner, a.out_dtype)
         activation, quantize_act = operand(a, rows, a.act_scale, arch, num_rows)
     tiles = inner // GATE_UP_ROWS
     blocks = min(pairs * tiles, RESIDENT["gate_up"] * arch.compute_units)

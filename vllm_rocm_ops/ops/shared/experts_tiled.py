@@ -28,7 +28,7 @@ from vllm_rocm_ops.ops.shared.experts import (
 from vllm_rocm_ops.ops.shared.experts_quantize import (
     MAX_COLUMNS,
     Activations,
-    Rows,
+    UnquantizedRows,
     hidden_operand,
     operand,
     quantizing,
@@ -155,7 +155,7 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     args = {"routing": routing, "sorted": order, "tiles": tiles, "experts": experts, "tile": config.tokens}
     threads = SORT_THREADS[m * topk > FEW_IDS * experts]
     sort = Launch(MODULE, f"{MODULE}_sort_{threads}", (experts, 1, 1), (threads, 1, 1), fields("sort", args))
-    act = Rows(Workspace(pairs * inner * a.out_dtype.itemsize), pairs, inner, inner, a.out_dtype)
+    act = UnquantizedRows(Workspace(pairs * inner * a.out_dtype.itemsize), pairs, inner, inner, a.out_dtype)
     results = Workspace(pairs * h * 4)
     tokens, quantize_hidden = hidden_operand(a, arch)
     activations, quantize_act = operand(a, act, a.act_scale, arch, tiles)  # tiles begin with the number of rows
