@@ -226,7 +226,8 @@ def _product(
     }
     quantizes, more = name == "down_quant", {}
     lds = _gate_up_lds(a) if name == "gate_up" else _down_lds(a, quantizes)
-    kind = "mxfp8" if a.weight_only else scheme_of(weight, scale).infix("static" if quantizes else "row", weight.dtype)
+    scheme = scheme_of(weight, scale, a.weight_only)
+    kind = scheme.infix("static" if quantizes else "row", weight.dtype)
     if name == "gate_up" and not is_plain(a):
         name, more = "gate_up_clamped", swiglu_arguments(a)
     elif name == "down" and a.w2_bias is not None:
