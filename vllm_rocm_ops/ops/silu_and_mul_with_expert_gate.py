@@ -74,15 +74,11 @@ def _further(a) -> dict[str, object]:
 class TokenCases(rowwise.Cases):
     """Cases with tokens of 256 columns, apart by 8 more, and a gate whose products with them are mostly within 3."""
 
-    def _make(self, shape, dtype, fill, apart, given, device: str, generator, fp8_dtype) -> tuple:
-        values = dict(
-            zip(self.parameters, super()._make(shape, dtype, fill, apart, given, device, generator, fp8_dtype))
-        )
+    def more(self, shape, dtype, fill, given, device: str, generator) -> dict[str, Tensor]:
         columns, fills = given.get("columns", 256), given.get("of_tokens", rowwise.normal)
         tokens = torch.nn.functional.pad(fills((*shape[:-1], columns), dtype, generator), (0, 8))
         weight = torch.randn(1, columns, generator=generator) * given.get("largest", 1.0) / columns**0.5
-        made = {"tokens": tokens.to(device)[..., :columns], "expert_gate": weight.to(dtype).to(device)}
-        return (*(values | made).values(),)
+        return {"tokens": tokens.to(device)[..., :columns], "expert_gate": weight.to(dtype).to(device)}
 
 
 def _cases(make: rowwise.Cases) -> Iterator[Case]:

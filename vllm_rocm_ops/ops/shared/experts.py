@@ -191,6 +191,19 @@ def slots(a) -> int:
     return a.topk_ids.shape[1] + a.shared_experts
 
 
+def routing_arguments(a) -> dict[str, object]:
+    """Return the arguments by which kernels find the experts of tokens."""
+    return {
+        "ids": a.topk_ids,
+        "expert_map": a.expert_map,
+        "topk": a.topk_ids.shape[1],
+        "shared": a.shared_experts,
+        "routed": len(a.w1) - a.shared_experts,
+        "mapped": 0 if a.expert_map is None else len(a.expert_map),
+        "id_words": a.topk_ids.element_size() // 4,
+    }
+
+
 def is_plain(a) -> bool:
     """True if gate_up is silu(gate) * up of products without a bias."""
     has_rest = a.w1_bias is not None or a.swiglu_limit is not None or a.interleaved

@@ -15,6 +15,7 @@ from vllm_rocm_ops.ops.shared.experts import (
     expected_tiles,
     intermediate,
     is_plain,
+    routing_arguments,
     scale_strides,
     scheme_of,
     slots,
@@ -180,8 +181,7 @@ def _product(
     work_per_item: int,
 ) -> Launch:
     """Return the launch of one of the two GEMMs."""
-    experts, rows, _ = weight.shape
-    m, size = a.hidden.shape[0], weight.element_size()
+    m, rows, size = a.hidden.shape[0], weight.shape[1], weight.element_size()
     scale_size = 0 if scale is None else scale.element_size()
     scale_expert, scale_row = (scale_size * n for n in scale_strides(weight, scale))
     tile, row, vector = weight_strides(a, weight)
@@ -194,11 +194,10 @@ def _product(
         "counters": Counters(grid[0]) if splits else None,
         "scale_a": tokens.scale,
         "scale_b": scale,
-        "ids": a.topk_ids,
+        **routing_arguments(a),
         "router": a.topk_weights,
         "lists": lists,
         "num_rows": num_rows,
-        "expert_map": a.expert_map,
         "expert_bytes": weight.stride(0) * size,
         "expert_scales": scale_expert,
         "token_bytes": tokens.row_bytes,
@@ -211,11 +210,6 @@ def _product(
         "pairs": m * slots(a),
         "scale_a_row": tokens.scale_row * scale_size,
         "scale_b_row": scale_row,
-        "topk": a.topk_ids.shape[1],
-        "shared": a.shared_experts,
-        "routed": experts - a.shared_experts,
-        "mapped": 0 if a.expert_map is None else len(a.expert_map),
-        "id_words": a.topk_ids.element_size() // 4,
         "per_slot": 2**20 // slots(a) + 1,
         "out_type": OUT_TYPES[a.out_dtype],
         "apply_weights": int(a.apply_router_weight_on_input == (name == "gate_up")),

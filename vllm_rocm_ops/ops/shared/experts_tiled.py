@@ -19,6 +19,7 @@ from vllm_rocm_ops.ops.shared.experts import (
     expected_tiles,
     intermediate,
     is_plain,
+    routing_arguments,
     scale_strides,
     scheme_of,
     slots,
@@ -140,16 +141,7 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     if m == 0:
         return []
     pairs, experts = m * slots(a), len(a.w1)
-    routing = {
-        "ids": a.topk_ids,
-        "expert_map": a.expert_map,
-        "tokens": m,
-        "topk": topk,
-        "shared": a.shared_experts,
-        "routed": experts - a.shared_experts,
-        "mapped": 0 if a.expert_map is None else len(a.expert_map),
-        "id_words": a.topk_ids.element_size() // 4,
-    }
+    routing = {**routing_arguments(a), "tokens": m}
     max_tiles = min(pairs, pairs // config.tokens + experts)
     order, tiles = Workspace(pairs * 4), Workspace((1 + max_tiles) * 16)
     args = {"routing": routing, "sorted": order, "tiles": tiles, "experts": experts, "tile": config.tokens}

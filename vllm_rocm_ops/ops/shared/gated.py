@@ -235,17 +235,14 @@ def _gate_args(a) -> dict[str, object]:
 class GateCases(rowwise.Cases):
     """Cases with a gate: of heads in a projection [q | gate] if its heads can be of 64 elements or more, else of rows."""
 
-    def _make(self, shape, dtype, fill, apart, given, device: str, generator, fp8_dtype) -> tuple:
-        values = dict(
-            zip(self.parameters, super()._make(shape, dtype, fill, apart, given, device, generator, fp8_dtype))
-        )
+    def more(self, shape, dtype, fill, given, device: str, generator) -> dict[str, Tensor]:
         gate = fill(shape, dtype, generator).to(device)
         size = given.get("head_size", next((size for size in (256, 128, 64) if shape[-1] % size == 0), 0))
         if size and len(shape) == 2:
             heads = gate.unflatten(1, (shape[1] // size, size))
             between = given.get("between", 1)  # heads before each gate
             gate = torch.cat((*[torch.full_like(heads, torch.nan)] * between, heads), -1)[..., between * size :]
-        return (*(values | {"gate": gate}).values(),)
+        return {"gate": gate}
 
 
 def op(
