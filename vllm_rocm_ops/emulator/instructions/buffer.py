@@ -78,7 +78,7 @@ def bind(ins: Instruction, program) -> Callable:
                     for n in range(inside.shape[1]):
                         chosen = np.flatnonzero(inside[:, n])
                         if len(chosen):
-                            part = transfer.Site(ins, w, rows[chosen], lanes[chosen])
+                            part = site.part(chosen)
                             piece = values[chosen, unit * n : unit * (n + 1)]
                             w.scheduler.space.store(address[chosen] + U64(4 * n), piece, unit, w, part, False, scope)
                             w.scheduler.progress()

@@ -25,6 +25,12 @@ class Site:
         self.pauses = False  # after a store: whether others run while it is in flight
         self.stale = None  # after a load: active lanes with a word of another epoch than the awaited one
 
+    def part(self, index: np.ndarray | None) -> Site:
+        """Return the site of some of the active lanes; of all for None."""
+        if index is None:
+            return self
+        return Site(self.ins, self.w, self.rows[index], None if self.lanes is None else self.lanes[index])
+
     def __call__(self, kind, index: int, message: str):
         lane = None if self.lanes is None else int(self.lanes[index])
         return self.w.scheduler.error(kind, self.ins, self.w, int(self.rows[index]), lane, message)
