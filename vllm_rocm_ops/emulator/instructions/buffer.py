@@ -54,8 +54,7 @@ def bind(ins: Instruction, program) -> Callable:
         return _bind_atomic(ins, program, kind, place)
     load, size, shift = transfer.load_or_store(ins, action, kind)
     is_load = load is not None
-    codes = transfer.codes_of(ins.operands["vdata"], size)
-    first = transfer.first_register(ins.operands["vdata"], size // 4, program)
+    codes, first = transfer.registers(ins.operands["vdata"], size, program)
     unit = min(size, 4)
     scope = transfer.scope_of(ins)
 
