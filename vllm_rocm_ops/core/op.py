@@ -15,8 +15,6 @@ float64, the oracle of its tests. An `Op` adds the functions that run kernels:
     problem(a)              returns the sizes that key tuned rows and benchmark lines
     cases()                 yields example inputs, shared by tests, emulator and benchmarks
 
-Those not given are the functions `_contract`, `_allocate` ... of the reference's file.
-
 `a` is the named tuple of the op's arguments. All but `reference` depend on shapes, strides, dtypes and alignment only, so that
 `explain()` works on meta tensors without a GPU. Decisions are cached by this signature: a repeated call binds pointers and launches.
 """
@@ -30,7 +28,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -47,8 +45,6 @@ from vllm_rocm_ops.core.stats import FALLBACK, NO_GPU, counter, warn_once
 NAMESPACE = "vllm_rocm_ops"
 REMEMBERED_SIGNATURES = 4096  # per op, the newest; every prefill length is one
 
-REQUIRED = ("allocate", "contract", "can_implement", "configs", "plan", "problem", "cases")
-
 _library = torch.library.Library(NAMESPACE, "DEF")
 _registered: list[Op] = []
 
@@ -59,7 +55,7 @@ def define(
     """Register a function as a torch op for CPU and GPU, and return the op.
 
     Args:
-        function: The implementation; arguments are positional.
+        function: The implementation, called with positional arguments.
         fake: The implementation for tensors without data.
         like: The function whose name and parameters the op has; by default `function`.
         mutates: The parameters that the op updates.
@@ -113,26 +109,26 @@ class Op:
         writes: Arguments that receive a result in place of a returned tensor, and share no memory with others.
         inexact: Members of `mutates` that receive results, with the tolerance of returned ones; the others match the
             reference bit for bit.
-        baseline: PyTorch's own function for the op's arguments, to time; the reference by default.
-        native: A faster equivalent of the reference on a GPU, set by a caller.
+        baseline: PyTorch's own function for the op's arguments, a baseline to time; the reference by default.
+        native: A faster equivalent of the reference on a GPU, which a caller may set.
         meanings: Texts of the arguments and the results ("return") that the reference's docstring leaves out, as ops of a
             family share them.
     """
 
     reference: Callable
-    allocate: Callable | None = None
-    contract: Callable | None = None
-    can_implement: Callable | None = None
-    configs: Callable | None = None
-    plan: Callable | None = None
-    problem: Callable | None = None
-    cases: Callable | None = None
+    allocate: Callable
+    contract: Callable
+    can_implement: Callable
+    configs: Callable
+    plan: Callable
+    problem: Callable
+    cases: Callable[[], Iterable[Case]]
     default: Callable | None = None
     cost: Callable | None = None
     mutates: tuple[str, ...] = ()
     sums: bool = False
     product: bool = False
-    linear: Callable | None = None
+    linear: Callable[..., tuple] | None = None
     writes: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
     baseline: Callable | None = None
@@ -148,11 +144,8 @@ class Op:
     def __post_init__(self) -> None:
         self.name = self.reference.__name__
         self.__doc__ = documented(self.reference, self.meanings)
-        for name in (*REQUIRED, "default", "cost"):
-            setattr(self, name, getattr(self, name) or self.reference.__globals__.get(f"_{name}"))
-        missing = [name for name in REQUIRED if not getattr(self, name)]
-        if missing or not (self.default or self.cost):
-            raise TypeError(f"{self.name} must have {', '.join(missing) or 'a default or a cost'}")
+        if self.default is None and self.cost is None:
+            raise TypeError(f"{self.name} must have a default or a cost")
         self.default = self.default or self.cheapest
         parameters = inspect.signature(self.reference).parameters.values()
         defaults = [p.default for p in parameters if p.default is not inspect.Parameter.empty]
@@ -400,7 +393,7 @@ def invalidate_tables() -> None:
 
 
 def registered() -> Iterator[Op]:
-    """Return all ops in order of definition."""
+    """Return all ops in the order of definition."""
     return iter(_registered)
 
 

@@ -252,7 +252,21 @@ def _cases() -> Iterator[Case]:
     yield quant("no-tokens", 0, 2, 64)
 
 
-@functools.partial(Op, writes=("out", "out_scales"), baseline=_baseline, sums=True, product=True)
+@functools.partial(
+    Op,
+    contract=_contract,
+    can_implement=_can_implement,
+    allocate=_allocate,
+    writes=("out", "out_scales"),
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=_problem,
+    baseline=_baseline,
+    cases=_cases,
+    sums=True,
+    product=True,
+)
 def batched_gemm(x: Tensor, weights: Tensor, out: Tensor | None = None, out_scales: Tensor | None = None) -> Tensor:
     """Compute x[:, h] @ weights[h] for each head h, summed in float32, optionally quantized with a scale per head.
 

@@ -129,9 +129,16 @@ def _cases() -> Iterator[Case]:
 
 @functools.partial(
     Op,
+    contract=_contract,
+    can_implement=_can_implement,
     allocate=lambda a: batched_gemm.allocate(_product(a)),
     mutates=("q_pe",),
     writes=("out",),
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=_problem,
+    cases=_cases,
     meanings=rotation.MEANINGS,
     sums=True,
 )

@@ -150,9 +150,13 @@ def _linear(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
 @functools.partial(
     Op,
     allocate=lambda a: a.a.new_empty((a.a.shape[0], gemm.weight(a.b).rows), dtype=a.out_dtype),
+    contract=_contract,
+    can_implement=_can_implement,
     configs=lambda a, arch: tiled.all_configs(*_operands(a), arch, UNIT),
     cost=lambda config, a, arch: tiled.any_cost(config, *_operands(a), arch, UNIT),
+    plan=_plan,
     problem=lambda a: gemm.problem(*_operands(a)),
+    cases=_cases,
     sums=True,
     product=True,
     linear=_linear,

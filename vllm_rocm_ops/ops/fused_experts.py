@@ -116,8 +116,11 @@ def _problem(a) -> dict[str, int]:
     Op,
     allocate=lambda a: a.hidden.new_empty(a.hidden.shape, dtype=a.out_dtype),
     contract=contract,
+    can_implement=_can_implement,
+    configs=_configs,
     cost=lambda config, a, arch: _kernels(config).cost(config, a, arch),
     plan=lambda config, out, a, arch: _kernels(config).launches(config, out, a, arch),
+    problem=_problem,
     cases=cases,
     meanings=MEANINGS,
     sums=True,
@@ -166,7 +169,6 @@ def fused_experts(
         shared_experts: The last experts of E that take every token with weight 1; no id names them.
         apply_router_weight_on_input: Scale hidden by the router weights, not the result; topk is 1.
         shuffled: Each expert's w1 and w2 are in `shuffle_weight` order, as AITER stores them, with their plain shapes.
-        weight_only: W8A16: 8-bit weights, activations stay bf16 or fp16, bf16 with MX-FP8, whose NaN is 480 on gfx942.
         w1_bias: [E, 2 I], floating point: added to w1's products, in the order of its rows.
         w2_bias: [E, H], floating point: added to w2's products, before the router weights.
         swiglu_limit: Upper bound of gate, and of the absolute value of up; above 0, None for no bound.

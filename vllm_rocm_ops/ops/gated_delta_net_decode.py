@@ -292,6 +292,13 @@ def _cases() -> Iterator[Case]:
 @functools.partial(
     Op,
     allocate=lambda a: None,
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    default=_default,
+    plan=_plan,
+    problem=_problem,
+    cases=_cases,
     sums=True,
     mutates=("conv_state", "state"),
     writes=("out", "out_scales"),

@@ -311,6 +311,12 @@ def _linear(tokens: int, inputs: Inputs, n: int, k: int, per_token: bool, *has_b
 @functools.partial(
     Op,
     allocate=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[1]), dtype=a.out_dtype),
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=_problem,
     cases=gemm_cases.cases,
     sums=True,
     product=True,

@@ -284,7 +284,19 @@ def _cases() -> Iterator[Case]:
     yield case("no-requests", (), 2)
 
 
-@functools.partial(Op, sums=True, writes=("out",))
+@functools.partial(
+    Op,
+    allocate=_allocate,
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=_problem,
+    cases=_cases,
+    sums=True,
+    writes=("out",),
+)
 def mla_decode(
     q_nope: Tensor,
     q_pe: Tensor,

@@ -255,6 +255,13 @@ def _cases() -> Iterator[Case]:
 @functools.partial(
     Op,
     allocate=lambda a: None,
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=_problem,
+    cases=_cases,
     meanings=rotation.MEANINGS,
     mutates=("kv_cache",),
     writes=(*OUTS, "scales_out"),

@@ -184,6 +184,10 @@ def choice_arguments(a, outputs: tuple[Tensor, Tensor], tokens: int, experts: in
 def _op(is_sigmoid: Callable[..., bool], epsilon: float, cases: Callable) -> Callable[[Callable], Op]:
     return lambda reference: Op(
         reference,
+        allocate=_allocate,
+        contract=_contract,
+        can_implement=_can_implement,
+        configs=_configs,
         default=lambda a, arch: _configs(a, arch)[0],
         plan=functools.partial(_plan, is_sigmoid, epsilon),
         problem=lambda a: {"m": a.gating_output.shape[0], "experts": a.gating_output.shape[1], "topk": a.topk},

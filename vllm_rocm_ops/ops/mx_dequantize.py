@@ -88,9 +88,13 @@ def _inputs(form: str, n, k, given, device, generator, fp8_dtype) -> tuple:
 @functools.partial(
     Op,
     allocate=lambda a: a.weight.new_empty(_sizes(a), dtype=torch.bfloat16),
+    contract=_contract,
+    can_implement=_can_implement,
     configs=lambda a, arch: [DequantizeConfig(threads=256)],
     default=lambda a, arch: DequantizeConfig(threads=256),
+    plan=_plan,
     problem=lambda a: dict(zip("nk", _sizes(a))),
+    cases=_cases,
 )
 def mx_dequantize(weight: Tensor, scale: Tensor) -> Tensor:
     """Dequantize an MX weight to bf16, rounded once.

@@ -283,7 +283,19 @@ def _cases() -> Iterator[Case]:
     yield case("nine-parts", (1030, 140), (2, 1), 128, fixed_split_size=128)
 
 
-@functools.partial(Op, sums=True, writes=("out", "out_scales"))
+@functools.partial(
+    Op,
+    allocate=_allocate,
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
+    problem=_problem,
+    cases=_cases,
+    sums=True,
+    writes=("out", "out_scales"),
+)
 def paged_attention_decode(
     query: Tensor,
     key_cache: Tensor,

@@ -239,7 +239,13 @@ def _normalized(x: Tensor, weight: Tensor, epsilon: float, one_plus_weight: bool
 @functools.partial(
     Op,
     allocate=lambda a: None,
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
     problem=functools.partial(rotation.problem, rotation.heads_parts),
+    cases=_cases,
     meanings=rotation.MEANINGS,
     mutates=("key_cache", "value_cache"),
     writes=("query_out", "key_out"),

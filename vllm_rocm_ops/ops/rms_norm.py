@@ -188,6 +188,7 @@ def _op(
             allocate=lambda a: allocate(a, _hidden(a)),
             contract=lambda a: rowwise.contract(a, 1, whole=whole),
             can_implement=lambda a, arch: rowwise.can_implement(a, arch, _hidden(a), two_strides=whole == 1),
+            configs=_configs,
             default=lambda a, arch: rowwise.default(a, _configs(a, arch), whole > 1),
             plan=functools.partial(_plan, reference.__name__, how_to_store),
             problem=lambda a: rowwise.problem(a, _hidden(a)),

@@ -246,7 +246,14 @@ def _inputs(m, experts, k, topk, routing, given, device, generator, fp8_dtype) -
 
 @functools.partial(
     Op,
+    allocate=_allocate,
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
     problem=lambda a: {**gemm.problem(*_operands(a)), "topk": a.topk, "weight_bytes": a.weight.element_size()},
+    cases=_cases,
     meanings=routing.MEANINGS,
     sums=True,
 )

@@ -65,9 +65,13 @@ def _cases() -> Iterator[Case]:
 @functools.partial(
     Op,
     allocate=lambda a: a.words.new_empty(a.num_blocks if a.direction == "read" else a.words.shape),
+    contract=_contract,
+    can_implement=_can_implement,
     configs=lambda a, arch: [StreamConfig(THREADS)],
     default=lambda a, arch: StreamConfig(THREADS),
+    plan=_plan,
     problem=lambda a: {"count": a.words.numel(), "direction": a.direction, "num_blocks": a.num_blocks},
+    cases=_cases,
 )
 def stream_memory(words: Tensor, direction: str, num_blocks: int) -> Tensor:
     """Read, write or copy words with `num_blocks` blocks of 256 threads.

@@ -109,7 +109,13 @@ def _linear(tokens: int, inputs: Inputs, n: int, k: int, *has_bias: bool) -> tup
 @functools.partial(
     Op,
     allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], gemm.weight(a.weight).rows)),
+    contract=_contract,
+    can_implement=_can_implement,
+    configs=_configs,
+    cost=_cost,
+    plan=_plan,
     problem=lambda a: gemm.problem(gemm.activations(a.x), gemm.weight(a.weight)),
+    cases=_cases,
     sums=True,
     product=True,
     linear=_linear,

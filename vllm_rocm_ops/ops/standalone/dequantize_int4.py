@@ -100,10 +100,14 @@ def _cases() -> Iterator[Case]:
 
 @functools.partial(
     Op,
+    contract=_contract,
+    can_implement=_can_implement,
     allocate=lambda a: a.quantized.new_empty((*a.quantized.shape[:-1], IN_WORD * _words(a)), dtype=a.dtype),
     configs=lambda a, arch: [DequantizeConfig(threads=256)],
     default=lambda a, arch: DequantizeConfig(threads=256),
+    plan=_plan,
     problem=lambda a: {"rows": rows_of(a.quantized), "size": IN_WORD * _words(a), "groups": a.groups},
+    cases=_cases,
 )
 def dequantize_int4(quantized: Tensor, groups: int = 1, dtype: torch.dtype = torch.float16) -> Tensor:
     """Compute int4 values times their group's scale plus its shift, rounded once.

@@ -262,9 +262,14 @@ def _cases() -> Iterator[Case]:
 
 @functools.partial(
     Op,
+    contract=_contract,
+    can_implement=_can_implement,
     allocate=flash.allocate,
+    configs=_configs,
     default=lambda a, arch: flash.FlashConfig("each"),
     plan=flash.launches,
+    problem=_problem,
+    cases=_cases,
     sums=True,
 )
 def flash_attention(

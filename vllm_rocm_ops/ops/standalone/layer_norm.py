@@ -87,6 +87,7 @@ def _op(reference: Callable, baseline: Callable | None = None, mx: bool = False)
         allocate=lambda a: rowwise.allocate(a, _hidden(a), mx),
         contract=lambda a: rowwise.contract(a, 1, COLUMNS, MX_BLOCK if mx else 1),
         can_implement=lambda a, arch: rowwise.can_implement(a, arch, _hidden(a), COLUMNS),
+        configs=_configs,
         default=lambda a, arch: rowwise.default(a, _configs(a, arch), mx),
         plan=functools.partial(_plan, reference.__name__),
         problem=lambda a: rowwise.problem(a, _hidden(a)),

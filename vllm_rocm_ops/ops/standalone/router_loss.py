@@ -116,6 +116,9 @@ def _op(reference: Callable) -> Op:
     return Op(
         reference,
         allocate=lambda a: a.logits.new_empty((), dtype=torch.promote_types(a.logits.dtype, torch.float32)),
+        contract=_contract,
+        can_implement=_can_implement,
+        configs=_configs,
         default=lambda a, arch: _configs(a, arch)[-1],
         plan=functools.partial(_plan, reference.__name__),
         problem=lambda a: {"m": a.logits.shape[0], "experts": a.logits.shape[1]},
