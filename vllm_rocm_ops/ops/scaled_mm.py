@@ -106,9 +106,7 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
 
     def rows(count: int, padding: int) -> Tensor:
         values = torch.randn(count, k, generator=generator)
-        if given.get("spikes"):
-            values = values * 0.01
-            values[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
+        values = gemm.with_spikes(values) if given.get("spikes") else values
         return gemm.padded(values, padding).to(fp8_dtype).to(device)[:, :k]
 
     per_row = given.get("per_row", True)
