@@ -104,6 +104,8 @@ DEVICE GatedRow gated_row_of(const void* input, i64 input_stride, int hidden) {
 #define GATED_INSTANCES(INSTANCE, name, type, T)                             \
   INSTANCE(1024, name##_##type##_x1, T, kPlain, 1)                           \
   INSTANCE(1024, name##_##type##_general, T, kPlain, 0)                      \
+  GATED_QUANT_INSTANCES(INSTANCE, name, type, T)
+#define GATED_QUANT_INSTANCES(INSTANCE, name, type, T)                       \
   INSTANCE(1024, name##_quant_##type##_x1, T, kStatic, 1)                    \
   INSTANCE(1024, name##_quant_##type##_general, T, kStatic, 0)               \
   INSTANCE(1024, name##_per_token_quant_##type##_x1, T, kPerToken, 1)        \

@@ -17,6 +17,16 @@
 
 enum class Output { kPlain, kStatic, kPerToken, kPerBlock, kMx };
 
+// Instances of a row kernel with some further arguments, in order of chunks per thread; 0 is the general kernel.
+#define ROW_INSTANCES(INSTANCE, name, ...)  \
+  INSTANCE(1024, name##_x1, __VA_ARGS__, 1) \
+  INSTANCE(1024, name##_x2, __VA_ARGS__, 2) \
+  INSTANCE(512, name##_x4, __VA_ARGS__, 4)  \
+  INSTANCE(1024, name##_general, __VA_ARGS__, 0)
+#define FEW_ROW_INSTANCES(INSTANCE, name, ...) \
+  INSTANCE(1024, name##_x1, __VA_ARGS__, 1)    \
+  INSTANCE(1024, name##_general, __VA_ARGS__, 0)
+
 // True if the scales are computed from y.
 constexpr bool is_dynamic(Output output) { return output != Output::kPlain && output != Output::kStatic; }
 

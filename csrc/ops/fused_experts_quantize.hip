@@ -8,7 +8,7 @@
 // count requires.
 #include "device/row_output.h"
 
-struct Rows {
+struct QuantizeProblem {
   const void* x;  // [rows, columns] T, rows `stride` elements apart; 16-byte aligned
   u8* out;        // [rows, columns] e4m3; columns are a multiple of 8
   void* scale;    // per token: [rows]; per block: [rows, ceil(columns / 128)]; mx: u8 [rows, columns / 32]; else null
@@ -19,7 +19,7 @@ struct Rows {
 };
 
 template <class T, Output kOutput, int kChunks>
-DEVICE void quantize_row(const Rows& p) {
+DEVICE void quantize_row(const QuantizeProblem& p) {
   constexpr int kGroupSize = kOutput == Output::kMx ? kMxGroup : 128;
   const int row = wave::block_id_x();
   if (p.count && row >= mem::load<int>(p.count)) return;
@@ -55,7 +55,7 @@ DEVICE u32 to_int8x4(f32x2 low, f32x2 high) {
 
 // A block owns a row, and computes its scale if kDynamic; thread t processes the chunks t, t + threads, ...
 template <class T, bool kDynamic>
-DEVICE void quantize_row_to_int8(const Rows& p) {
+DEVICE void quantize_row_to_int8(const QuantizeProblem& p) {
   constexpr int kChunks = 4;
   const int row = wave::block_id_x();
   if (p.count && row >= mem::load<int>(p.count)) return;
@@ -91,7 +91,7 @@ DEVICE void quantize_row_to_int8(const Rows& p) {
 
 // clang-format off
 #define INT8_INSTANCE(symbol, T, dynamic) \
-  KERNEL(1024) symbol(Rows rows) { quantize_row_to_int8<T, dynamic>(rows); }
+  KERNEL(1024) symbol(QuantizeProblem problem) { quantize_row_to_int8<T, dynamic>(problem); }
 
 INT8_INSTANCE(fused_experts_quantize_int8_token_bf16,  Bf16, true)
 INT8_INSTANCE(fused_experts_quantize_int8_token_fp16,  F16,  true)
@@ -99,7 +99,7 @@ INT8_INSTANCE(fused_experts_quantize_int8_static_bf16, Bf16, false)
 INT8_INSTANCE(fused_experts_quantize_int8_static_fp16, F16,  false)
 
 #define INSTANCE(threads, symbol, T, output, chunks) \
-  KERNEL(threads) symbol(Rows rows) { quantize_row<T, Output::output, chunks>(rows); }
+  KERNEL(threads) symbol(QuantizeProblem problem) { quantize_row<T, Output::output, chunks>(problem); }
 
 INSTANCE( 256, fused_experts_quantize_static_bf16, Bf16, kStatic,   1)
 INSTANCE( 256, fused_experts_quantize_static_fp16, F16,  kStatic,   1)

@@ -169,54 +169,25 @@ DEVICE NormRow row_of(i64 index, const void* input, void* residual, const void* 
   }
 // clang-format on
 
-// Symbol suffixes for one element type and output kind.
-#define INSTANCES(name, T, output_kind, residual_add)                             \
-  INSTANCE(1024, name##_x1, T, output_kind, FromMemory, residual_add, kWeight, 1) \
-  INSTANCE(1024, name##_x2, T, output_kind, FromMemory, residual_add, kWeight, 2) \
-  INSTANCE(512, name##_x4, T, output_kind, FromMemory, residual_add, kWeight, 4)  \
-  INSTANCE(1024, name##_general, T, output_kind, FromMemory, residual_add, kWeight, 0)
-#define FEW_INSTANCES(name, T, output_kind, Source, residual_add, factor)    \
-  INSTANCE(1024, name##_x1, T, output_kind, Source, residual_add, factor, 1) \
-  INSTANCE(1024, name##_general, T, output_kind, Source, residual_add, factor, 0)
-#define HEADS_INSTANCES(name, T, output_kind, factor)        \
-  HEADS_INSTANCE(1024, name##_x1, T, output_kind, factor, 1) \
-  HEADS_INSTANCE(1024, name##_general, T, output_kind, factor, 0)
-#define BOTH_INSTANCES(name, T, residual_add)                             \
-  BOTH_INSTANCE(1024, name##_x1, T, FromMemory, residual_add, kWeight, 1) \
-  BOTH_INSTANCE(1024, name##_x2, T, FromMemory, residual_add, kWeight, 2) \
-  BOTH_INSTANCE(512, name##_x4, T, FromMemory, residual_add, kWeight, 4)  \
-  BOTH_INSTANCE(1024, name##_general, T, FromMemory, residual_add, kWeight, 0)
-#define BOTH_FEW_INSTANCES(name, T, Source, residual_add, factor)    \
-  BOTH_INSTANCE(1024, name##_x1, T, Source, residual_add, factor, 1) \
-  BOTH_INSTANCE(1024, name##_general, T, Source, residual_add, factor, 0)
-#define BOTH(type, T, name)                                                                   \
-  BOTH_INSTANCES(name##_##type, T, false)                                                     \
-  BOTH_INSTANCES(fused_add_##name##_##type, T, true)                                          \
-  BOTH_FEW_INSTANCES(fused_add_sum_##name##_##type, T, SumFromMemory, true, kWeight)          \
-  BOTH_FEW_INSTANCES(name##_one_plus_##type, T, FromMemory, false, kOnePlusWeight)            \
-  BOTH_FEW_INSTANCES(fused_add_##name##_one_plus_##type, T, FromMemory, true, kOnePlusWeight) \
-  BOTH_FEW_INSTANCES(fused_add_sum_##name##_one_plus_##type, T, SumFromMemory, true, kOnePlusWeight)
-#define ROWS(type, T, output_kind, name)                                                              \
-  INSTANCES(name##_##type, T, output_kind, false)                                                     \
-  INSTANCES(fused_add_##name##_##type, T, output_kind, true)                                          \
-  FEW_INSTANCES(fused_add_sum_##name##_##type, T, output_kind, SumFromMemory, true, kWeight)          \
-  FEW_INSTANCES(name##_one_plus_##type, T, output_kind, FromMemory, false, kOnePlusWeight)            \
-  FEW_INSTANCES(fused_add_##name##_one_plus_##type, T, output_kind, FromMemory, true, kOnePlusWeight) \
-  FEW_INSTANCES(fused_add_sum_##name##_one_plus_##type, T, output_kind, SumFromMemory, true, kOnePlusWeight)
-#define ALL(type, T, output_kind, name)                         \
-  ROWS(type, T, output_kind, name)                              \
-  HEADS_INSTANCES(name##_heads_##type, T, output_kind, kWeight) \
-  HEADS_INSTANCES(name##_heads_one_plus_##type, T, output_kind, kOnePlusWeight)
+// `instance` makes a kernel from T and, if it has an output kind, this kind.
+#define ROWS(instance, type, name, ...)                                                                          \
+  ROW_INSTANCES(instance, name##_##type, __VA_ARGS__, FromMemory, false, kWeight)                                \
+  ROW_INSTANCES(instance, fused_add_##name##_##type, __VA_ARGS__, FromMemory, true, kWeight)                     \
+  FEW_ROW_INSTANCES(instance, fused_add_sum_##name##_##type, __VA_ARGS__, SumFromMemory, true, kWeight)          \
+  FEW_ROW_INSTANCES(instance, name##_one_plus_##type, __VA_ARGS__, FromMemory, false, kOnePlusWeight)            \
+  FEW_ROW_INSTANCES(instance, fused_add_##name##_one_plus_##type, __VA_ARGS__, FromMemory, true, kOnePlusWeight) \
+  FEW_ROW_INSTANCES(instance, fused_add_sum_##name##_one_plus_##type, __VA_ARGS__, SumFromMemory, true, kOnePlusWeight)
+#define ROWS_AND_HEADS(type, name, T, output_kind)                                \
+  ROWS(INSTANCE, type, name, T, output_kind)                                      \
+  FEW_ROW_INSTANCES(HEADS_INSTANCE, name##_heads_##type, T, output_kind, kWeight) \
+  FEW_ROW_INSTANCES(HEADS_INSTANCE, name##_heads_one_plus_##type, T, output_kind, kOnePlusWeight)
+#define ALL(type, T)                                                   \
+  ROWS_AND_HEADS(type, rms_norm, T, kPlain)                            \
+  ROWS_AND_HEADS(type, rms_norm_static_fp8_quant, T, kStatic)          \
+  ROWS_AND_HEADS(type, rms_norm_dynamic_per_token_quant, T, kPerToken) \
+  ROWS_AND_HEADS(type, rms_norm_per_block_quant, T, kPerBlock)         \
+  ROWS(INSTANCE, type, rms_norm_mxfp8_quant, T, kMx)                   \
+  ROWS(BOTH_INSTANCE, type, rms_norm_and_per_block_quant, T)
 
-ALL(bf16, Bf16, kPlain, rms_norm)
-ALL(bf16, Bf16, kStatic, rms_norm_static_fp8_quant)
-ALL(bf16, Bf16, kPerToken, rms_norm_dynamic_per_token_quant)
-ALL(bf16, Bf16, kPerBlock, rms_norm_per_block_quant)
-ROWS(bf16, Bf16, kMx, rms_norm_mxfp8_quant)
-BOTH(bf16, Bf16, rms_norm_and_per_block_quant)
-ALL(fp16, F16, kPlain, rms_norm)
-ALL(fp16, F16, kStatic, rms_norm_static_fp8_quant)
-ALL(fp16, F16, kPerToken, rms_norm_dynamic_per_token_quant)
-ALL(fp16, F16, kPerBlock, rms_norm_per_block_quant)
-ROWS(fp16, F16, kMx, rms_norm_mxfp8_quant)
-BOTH(fp16, F16, rms_norm_and_per_block_quant)
+ALL(bf16, Bf16)
+ALL(fp16, F16)

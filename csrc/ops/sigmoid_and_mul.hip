@@ -37,19 +37,7 @@ struct SigmoidAndMul {
     gated_row<T, Output::output, chunks>(row, threads_per_block, out, scale, scale_out, scale_row_stride,             \
         scale_stride, group_size, SigmoidAndMul<T, Output::output>{});                                                \
   }
-#define INSTANCES(type, T)                                                        \
-  INSTANCE(1024, sigmoid_and_mul_quant_##type##_x1, T, kStatic, 1)                \
-  INSTANCE(1024, sigmoid_and_mul_quant_##type##_general, T, kStatic, 0)           \
-  INSTANCE(1024, sigmoid_and_mul_per_token_quant_##type##_x1, T, kPerToken, 1)    \
-  INSTANCE(1024, sigmoid_and_mul_per_token_quant_##type##_x2, T, kPerToken, 2)    \
-  INSTANCE( 512, sigmoid_and_mul_per_token_quant_##type##_x4, T, kPerToken, 4)    \
-  INSTANCE( 512, sigmoid_and_mul_per_token_quant_##type##_x8, T, kPerToken, 8)    \
-  INSTANCE(1024, sigmoid_and_mul_per_token_quant_##type##_general, T, kPerToken, 0) \
-  INSTANCE(1024, sigmoid_and_mul_per_block_quant_##type##_x1, T, kPerBlock, 1)    \
-  INSTANCE(1024, sigmoid_and_mul_per_block_quant_##type##_general, T, kPerBlock, 0) \
-  INSTANCE(1024, sigmoid_and_mul_mxfp8_quant_##type##_x1, T, kMx, 1)              \
-  INSTANCE(1024, sigmoid_and_mul_mxfp8_quant_##type##_general, T, kMx, 0)
 // clang-format on
 
-INSTANCES(bf16, Bf16)
-INSTANCES(fp16, F16)
+GATED_QUANT_INSTANCES(INSTANCE, sigmoid_and_mul, bf16, Bf16)
+GATED_QUANT_INSTANCES(INSTANCE, sigmoid_and_mul, fp16, F16)

@@ -53,21 +53,7 @@ struct GatedByToken {
   GATED_ROWS(threads, symbol, T, output, chunks, TOKENS,                                                    \
              GatedByToken<T, Output::output>{(const u16*)tokens + i64(u32(wave::block_id_x())) * tokens_stride, \
                                              expert_gate, token_columns})
-#define INSTANCES(type, T)                                                                          \
-  INSTANCE(1024, silu_and_mul_with_expert_gate_##type##_x1, T, kPlain, 1)                           \
-  INSTANCE(1024, silu_and_mul_with_expert_gate_##type##_general, T, kPlain, 0)                      \
-  INSTANCE(1024, silu_and_mul_with_expert_gate_quant_##type##_x1, T, kStatic, 1)                    \
-  INSTANCE(1024, silu_and_mul_with_expert_gate_quant_##type##_general, T, kStatic, 0)               \
-  INSTANCE(1024, silu_and_mul_with_expert_gate_per_token_quant_##type##_x1, T, kPerToken, 1)        \
-  INSTANCE(1024, silu_and_mul_with_expert_gate_per_token_quant_##type##_x2, T, kPerToken, 2)        \
-  INSTANCE( 512, silu_and_mul_with_expert_gate_per_token_quant_##type##_x4, T, kPerToken, 4)        \
-  INSTANCE( 512, silu_and_mul_with_expert_gate_per_token_quant_##type##_x8, T, kPerToken, 8)        \
-  INSTANCE(1024, silu_and_mul_with_expert_gate_per_token_quant_##type##_general, T, kPerToken, 0)   \
-  INSTANCE(1024, silu_and_mul_with_expert_gate_per_block_quant_##type##_x1, T, kPerBlock, 1)        \
-  INSTANCE(1024, silu_and_mul_with_expert_gate_per_block_quant_##type##_general, T, kPerBlock, 0)   \
-  INSTANCE(1024, silu_and_mul_with_expert_gate_mxfp8_quant_##type##_x1, T, kMx, 1)                  \
-  INSTANCE(1024, silu_and_mul_with_expert_gate_mxfp8_quant_##type##_general, T, kMx, 0)
 // clang-format on
 
-INSTANCES(bf16, Bf16)
-INSTANCES(fp16, F16)
+GATED_INSTANCES(INSTANCE, silu_and_mul_with_expert_gate, bf16, Bf16)
+GATED_INSTANCES(INSTANCE, silu_and_mul_with_expert_gate, fp16, F16)

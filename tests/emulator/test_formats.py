@@ -170,7 +170,3 @@ def test_e8m0():
     codes = np.arange(256, dtype=np.uint8)
     expected = torch.from_numpy(codes).view(torch.float8_e8m0fnu).float().numpy()
     assert np.array_equal(formats.decode_e8m0(codes).astype(np.float32), expected, equal_nan=True)
-    values = np.random.default_rng(1).integers(0, 1 << 31, 100_000, dtype=np.uint32).view(np.float32)
-    values = np.concatenate([values, np.ldexp(np.float32([1, 1.5, 1.25, 1.75]), [[-126], [0], [1], [127]]).ravel()])
-    expected = torch.from_numpy(values).to(torch.float8_e8m0fnu).view(torch.uint8).numpy()
-    assert np.array_equal(formats.encode_e8m0(values), expected)

@@ -13,14 +13,14 @@ from vllm_rocm_ops.core.launch import Workspace
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops.shared import experts_quantize
 from vllm_rocm_ops.ops.shared.experts import SCHEMES
-from vllm_rocm_ops.ops.shared.experts_quantize import Rows
+from vllm_rocm_ops.ops.shared.experts_quantize import UnquantizedRows
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 
 
 def run(x: torch.Tensor, arch_name: str, weights="channel", static=None, present=None):
     """Return values and scales, as the emulator leaves them in memory filled with 0xff."""
     emulator = Emulator(arch_name)
-    rows = Rows(x, len(x), x.shape[1], x.stride(0), x.dtype)
+    rows = UnquantizedRows(x, len(x), x.shape[1], x.stride(0), x.dtype)
     written, planned = experts_quantize.quantize(rows, SCHEMES[weights], static, emulator.arch, present)
     workspaces = [arg for arg in planned.named.values() if isinstance(arg, Workspace)]
     memory = {id(arg): torch.full((arg,), 0xFF, dtype=torch.uint8) for arg in workspaces}

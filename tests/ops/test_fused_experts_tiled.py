@@ -32,8 +32,8 @@ FEW = [  # the op itself gives these to other kernels
     case
     for case in OP.cases()
     if case.make.args[0] < TILED_FROM
-    and (of := SCHEMES.get(case.make.args[-1].get("scheme", "block")))
-    and not of.native
+    and not (of := SCHEMES[case.make.args[-1].get("scheme", "block")]).native
+    and not of.converted
     and "weights" not in case.make.args[-1]
 ]
 CASES = [

@@ -368,7 +368,7 @@ def test_last_rows_that_are_quantized(kind, arch_name):
     """They are the inputs of the experts."""
     emulator, (rows, columns) = Emulator(arch_name), (2**18 + 3, 8192)
     fp8, last = emulator.arch.fp8_dtype, torch.randn(2, columns, generator=generator_of(kind)).bfloat16()
-    hidden = experts_quantize.Rows(with_zeros_before(last, rows), rows, columns, columns, torch.bfloat16)
+    hidden = experts_quantize.UnquantizedRows(with_zeros_before(last, rows), rows, columns, columns, torch.bfloat16)
     scheme, to_int8 = SCHEMES["channel" if kind == "int8" else kind], kind == "int8"
     written, planned = experts_quantize.quantize(hidden, scheme, None, emulator.arch, to_int8=to_int8)
     ours = run_last(emulator, planned, 2)[id(written.rows)].view(fp8).reshape(rows, columns)[-2:]

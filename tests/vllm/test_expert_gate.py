@@ -123,7 +123,7 @@ def test_the_projection_gets_the_product_quantized(key, name):
     if key == "kFp8StaticTensorSym":
         wanted = wanted.clamp(-0.02 * 448, 0.02 * 448)
     if key == "MX":
-        assert isinstance(given, mxfp8_linear.Rows)
+        assert isinstance(given, mxfp8_linear.QuantizedRows)
         assert (given.shape, given.dtype, given.numel()) == (wanted.shape, x.dtype, wanted.numel())
         found = compiled_ops.dequantized(given.values, given.scale)
     else:

@@ -887,7 +887,7 @@ def test_mx_layers_are_measured(make, monkeypatch):
     layer, kernel, exact = make("mxfp8", Baseline)
 
     def baseline(self, layer, x, bias=None):
-        is_quantized = isinstance(x, mxfp8_linear.Rows)
+        is_quantized = isinstance(x, mxfp8_linear.QuantizedRows)
         self.calls.append(len(x.values if is_quantized else x))
         values = x.values.float() * torch.exp2(x.scale.float() - 127).repeat_interleave(32, 1) if is_quantized else x
         return (values.float() @ exact.t()).to(x.dtype)
@@ -920,9 +920,9 @@ def test_vllms_mx_kernel_takes_what_is_quantized(make, shared, monkeypatch):
     x, bias = random(MANY, K).bfloat16(), random(N).bfloat16()
     wanted = theirs(kernel.baseline, layer, x, bias)
     assert torch.equal(kernel.apply_weights(layer, x, bias), wanted)
-    given = mxfp8_linear.Rows(*torch.ops.vllm.mxfp8_quantize(x, False, 0), x.dtype)
+    given = mxfp8_linear.QuantizedRows(*torch.ops.vllm.mxfp8_quantize(x, False, 0), x.dtype)
     assert torch.equal(kernel.apply_weights(layer, given, bias), wanted)
-    rows = mxfp8_linear.Rows(*torch.ops.vllm.mxfp8_quantize(x / 2, False, 0), x.dtype)
+    rows = mxfp8_linear.QuantizedRows(*torch.ops.vllm.mxfp8_quantize(x / 2, False, 0), x.dtype)
     torch.testing.assert_close(theirs(kernel.baseline, layer, rows) * 2 + bias, wanted, atol=0.3, rtol=0.02)
 
 

@@ -27,7 +27,7 @@ class Accesses:
     def __init__(self, granule: int, coherence: Coherence):
         self.granule, self.coherence = granule, coherence
 
-    def check_order(self, region, offsets, size, index, w, where, values, scope: int) -> None:
+    def check_order(self, region, offsets, size, w, where, values, scope: int) -> None:
         """Raise for an access that is unordered after another wave's, or that may miss another block's store.
 
         Unordered accesses are a read after a write, a write (`values` are the old and new bytes) after a write of another value, and
@@ -35,8 +35,7 @@ class Accesses:
         """
         if region.last is None and region.readers is None:
             return
-        rows = where.rows if index is None else where.rows[index]
-        granules = self._granules(offsets, size)
+        rows, granules = where.rows, self._granules(offsets, size)
         changed = True
         if values is not None:
             old, new = (np.ascontiguousarray(x).view(np.uint8).reshape(len(offsets), -1) for x in values)
@@ -53,7 +52,7 @@ class Accesses:
                 action = "read" if values is None else "overwritten"
                 message = f"byte {int(offsets[bad]) - region.start} of {region.name}, {action} here, was {kind} by "
                 message += f"{self.coherence.wave_name(other)} without synchronization"
-                raise where(GlobalRace, bad if index is None else int(index[bad]), message)
+                raise where(GlobalRace, bad, message)
             if kind == "written":
                 hidden = self._hidden(region, who, w, rows, scope) & changed
                 if hidden.any():
@@ -61,7 +60,7 @@ class Accesses:
                     key, reader = int(who[bad, np.argmax(hidden[bad])]), int(w.id[rows[bad]])
                     message = self._of_hidden(region, key, reader)
                     message = f"byte {int(offsets[bad]) - region.start} of {region.name} was stored by {message}"
-                    raise where(StaleRead, bad if index is None else int(index[bad]), message)
+                    raise where(StaleRead, bad, message)
 
     def _hidden(self, region, keys, w, rows, scope: int) -> np.ndarray:
         """Return where a granule's last store is another block's and may be invisible to this access."""
@@ -118,12 +117,11 @@ class Accesses:
         after_barrier = (known.block_of[other] == known.block_of[me]) & ((keys >> 20 & 0xFFF) < epochs)
         return suspect & ~after_barrier & (known.seen_by(me, other, OF_ORDER, known.seen) <= keys >> 32)
 
-    def stamp(self, region, offsets, size, index, w, where, values, scope: int = 0) -> None:
+    def stamp(self, region, offsets, size, w, where, values, scope: int = 0) -> None:
         """Record each granule's last writer, and raise if lanes write different `values`: the region's view, units, new values."""
         if region.last is None:
             region.last = _sparse_zeros(-(-region.data.size // self.granule))
-        rows = where.rows if index is None else where.rows[index]
-        key = self._key(w, rows, scope)
+        key = self._key(w, where.rows, scope)
         granules = self._granules(offsets, size)
         region.last[granules] = key[:, None]
         if values is None or w.count == 1:
@@ -138,15 +136,13 @@ class Accesses:
                 winner = int(region.last[granules[bad]].max() & 0xFFFFF) - 1
                 message = f"byte {int(offsets[bad]) - region.start} of {region.name} is also written by "
                 message += f"{self.coherence.wave_name(winner)}, with another value and without synchronization"
-                raise where(GlobalRace, bad if index is None else int(index[bad]), message)
+                raise where(GlobalRace, bad, message)
 
-    def stamp_readers(self, region, offsets, size, index, w, where) -> None:
+    def stamp_readers(self, region, offsets, size, w, where) -> None:
         """Record each granule's last reader, and the last one of another wave before it."""
         if region.readers is None:
             region.readers = np.zeros((2, -(-region.data.size // self.granule)), np.int64)
-        rows = where.rows if index is None else where.rows[index]
-        granules = self._granules(offsets, size)
-        key = self._key(w, rows)[:, None]
+        granules, key = self._granules(offsets, size), self._key(w, where.rows)[:, None]
         last, before = region.readers
         old = last[granules]
         another = (old & 0xFFFFF) != (key & 0xFFFFF)

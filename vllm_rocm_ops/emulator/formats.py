@@ -194,18 +194,6 @@ def decode_e8m0(codes: np.ndarray) -> np.ndarray:
     return np.where(codes == 255, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
 
 
-def encode_e8m0(values: np.ndarray) -> np.ndarray:
-    """Return the codes of the powers of two nearest to float32 magnitudes, ties upward, as uint32; 255 beyond 2^127.
-
-    This matches torch.float8_e8m0fnu, which rounds every subnormal above 2^-127 up to 2^-126.
-    """
-    magnitude = np.asarray(values, dtype=np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
-    exponent, fraction = magnitude >> np.uint32(23), magnitude & np.uint32(0x7FFFFF)
-    half = np.uint32(1 << 22)
-    up = (fraction > half) | ((fraction == half) & (exponent > 0))
-    return np.minimum(exponent + up, np.uint32(255))
-
-
 @lru_cache
 def _float64_values(format: Format) -> np.ndarray:
     return format.values.astype(np.float64)

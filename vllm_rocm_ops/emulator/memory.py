@@ -171,7 +171,7 @@ class Space:
         return region.name if region else ""
 
     def find(self, a: np.ndarray, size: int, align: int, where) -> list:
-        """Return [(region, byte offsets, index into a or None for all, access size in bytes that divides all)]."""
+        """Return [(region, byte offsets, index into a or None for all, access size in bytes that divides all, site)]."""
         if len(a) == 1:
             low = high = bits = int(a[0])
         else:
@@ -190,22 +190,18 @@ class Space:
         return parts
 
     def _part(self, a, low: int, high: int, size: int, bits: int, index, where):
-        region = self.regions.get(low >> SLOT)
+        region, where = self.regions.get(low >> SLOT), where.part(index)
         unit = (bits | size) & -(bits | size)
         unit = min(unit, 16)
         if region is None:
-            bad = 0 if index is None else int(index[0])
-            raise where(OutOfBounds, bad, f"address {low:#x} is in no tensor of the launch")
+            raise where(OutOfBounds, 0, f"address {low:#x} is in no tensor of the launch")
         if low - region.base < region.start or high - region.base + size > region.end:
             offsets = a - np.uint64(region.base)
             outside = (offsets.view(np.int64) < region.start) | (offsets.view(np.int64) + size > region.end)
             bad = int(np.argmax(outside))
             byte = int(offsets.view(np.int64)[bad]) - region.start
-            raise where(
-                OutOfBounds,
-                bad if index is None else int(index[bad]),
-                f"{size} bytes at byte {byte} of {region.name}, which has {region.end - region.start}",
-            )
+            message = f"{size} bytes at byte {byte} of {region.name}, which has {region.end - region.start}"
+            raise where(OutOfBounds, bad, message)
         offsets = (a - np.uint64(region.base)).view(np.int64)
         if region.runs is not None:
             starts, ends = region.runs
@@ -214,8 +210,8 @@ class Space:
                 bad = int(np.argmin(inside))
                 byte = int(offsets[bad]) - region.start
                 message = f"{size} bytes at byte {byte} of {region.name} lie between its rows"
-                raise where(OutOfBounds, bad if index is None else int(index[bad]), message)
-        return region, offsets, index, unit
+                raise where(OutOfBounds, bad, message)
+        return region, offsets, index, unit, where
 
     @staticmethod
     def _units(offsets: np.ndarray, size: int, unit: int) -> np.ndarray:
@@ -227,24 +223,23 @@ class Space:
         out = None
         if w.looked < 0:
             w.looked = self.changes
-        for region, offsets, index, unit in self.find(a, size, align, where):
+        for region, offsets, index, unit, site in self.find(a, size, align, where):
             if region.words is not None:
-                rows = where.rows if index is None else where.rows[index]
-                values = region.words.load(offsets, size, scope, _is_word(size, unit, where), w, where, rows, atomic)
+                values = region.words.load(offsets, size, scope, _is_word(size, unit, site), w, site, atomic)
                 if values is not None:
                     if index is None:
                         return values
-                    raise where(OutOfBounds, int(index[0]), f"{region.name} is read together with other memory")
+                    raise site(OutOfBounds, 0, f"{region.name} is read together with other memory")
             units = self._units(offsets, size, unit)
             values = np.ascontiguousarray(region.views[unit][units]).view(np.uint8).reshape(len(offsets), size)
             if region.written is not None:
-                self._check_written(region, units, unit, size, index, where)
-            if self.traffic is not None and where.lanes is not None:
-                self.traffic.load(region.name, offsets, w.block[where.rows if index is None else where.rows[index]])
+                self._check_written(region, units, unit, size, site)
+            if self.traffic is not None and site.lanes is not None:
+                self.traffic.load(region.name, offsets, w.block[site.rows])
             if self.races and not atomic:
-                self.accesses.check_order(region, offsets, size, index, w, where, None, scope)
-                if region.watched and where.lanes is not None:
-                    self.accesses.stamp_readers(region, offsets, size, index, w, where)
+                self.accesses.check_order(region, offsets, size, w, site, None, scope)
+                if region.watched and site.lanes is not None:
+                    self.accesses.stamp_readers(region, offsets, size, w, site)
             if index is None:
                 return values
             if out is None:
@@ -256,38 +251,38 @@ class Space:
         """Raise for a scalar load of another wave's unordered store."""
         region = self.regions.get(int(a[0]) >> SLOT)
         if self.races and region is not None and region.last is not None:
-            for region, offsets, index, _ in self.find(a, size, 4, where):
-                self.accesses.check_order(region, offsets, size, index, w, where, None, 0)
+            for region, offsets, *_, site in self.find(a, size, 4, where):
+                self.accesses.check_order(region, offsets, size, w, site, None, 0)
 
-    def _check_written(self, region, units, unit, size, index, where) -> None:
+    def _check_written(self, region, units, unit, size, where) -> None:
         written = np.ascontiguousarray(region.written_views[unit][units]).view(np.uint8)
         if not written.all():
             bad = int(np.argmin(written.reshape(-1, size).all(axis=1)))
             byte = int(np.ravel(units)[bad * (size // unit)]) * unit - region.start
             message = f"{size} bytes at byte {byte} of {region.name} were never written"
-            raise where(Uninitialized, bad if index is None else int(index[bad]), message)
+            raise where(Uninitialized, bad, message)
 
     def store(self, a: np.ndarray, values: np.ndarray, align: int, w, where, atomic: bool, scope: int = 0) -> bool:
         """Write [n, size] uint8 values, and return whether any byte changed. scope: 1 with sc1, 2 with sc0 sc1."""
         size = values.shape[1]
         self.coherence.note_store(where.ins)
         changed = False
-        for region, offsets, index, unit in self.find(a, size, align, where):
+        for region, offsets, index, unit, site in self.find(a, size, align, where):
             region.stored = True
             if self.traffic is not None:
                 self.traffic.store(region.name, len(offsets) * size)
             if not region.writable:
-                raise where(OutOfBounds, 0 if index is None else int(index[0]), f"{region.name} is read-only")
+                raise site(OutOfBounds, 0, f"{region.name} is read-only")
             mine = values if index is None else values[index]
             if region.words is not None:
-                rows = where.rows if index is None else where.rows[index]
-                as_word = _is_word(size, unit, where)
+                as_word = _is_word(size, unit, site)
                 if self.races and not atomic and not as_word:
                     old = region.data[offsets[:, None] + np.arange(size)]
-                    self.accesses.check_order(region, offsets, size, index, w, where, (old, mine), SYSTEM)
-                region.words.store(offsets, mine, scope, as_word, w, where, rows)
+                    self.accesses.check_order(region, offsets, size, w, site, (old, mine), SYSTEM)
+                region.words.store(offsets, mine, scope, as_word, w, site)
+                where.pauses = site.pauses
                 if self.races and not as_word:
-                    self.accesses.stamp(region, offsets, size, index, w, where, None, scope)
+                    self.accesses.stamp(region, offsets, size, w, site, None, scope)
                 changed = True
                 continue
             units = self._units(offsets, size, unit)
@@ -297,12 +292,10 @@ class Space:
             if not changed:
                 changed = old.tobytes() != new.tobytes()
             if self.races and not atomic:
-                self.accesses.check_order(region, offsets, size, index, w, where, (old, new), SYSTEM)
+                self.accesses.check_order(region, offsets, size, w, site, (old, new), SYSTEM)
             view[units] = new
             if self.races:
-                self.accesses.stamp(
-                    region, offsets, size, index, w, where, None if atomic else (view, units, new), scope
-                )
+                self.accesses.stamp(region, offsets, size, w, site, None if atomic else (view, units, new), scope)
             if region.written is not None:
                 region.written_views[unit][units] = _ONES[unit]
         self.coherence.clock += 4
@@ -314,18 +307,18 @@ class Space:
         `update(view, units, chosen)` changes units of a region's view for the chosen lanes and returns the old values.
         """
         old = np.empty(len(a), WORD[size])
-        for region, offsets, index, _ in self.find(a, size, size, where):
+        for region, offsets, index, _, site in self.find(a, size, size, where):
             chosen = slice(None) if index is None else index
             units = offsets >> (size.bit_length() - 1)
             region.stored = True
             if region.words is not None:
                 region.words.see(offsets, size, w)
                 if scope != SYSTEM and region.words.device != w.scheduler.device:
-                    raise where(StaleRead, 0, f"{region.name} is another device's, and this atomic has no sc1")
+                    raise site(StaleRead, 0, f"{region.name} is another device's, and this atomic has no sc1")
             if region.written is not None:
-                self._check_written(region, units, size, size, index, where)
+                self._check_written(region, units, size, size, site)
             old[chosen] = update(region.views[size], units, chosen)
             if self.races:
-                self.accesses.stamp(region, offsets, size, index, w, where, None, scope)
+                self.accesses.stamp(region, offsets, size, w, site, None, scope)
         self.coherence.clock += 4
         return old

@@ -124,11 +124,11 @@ class Words:
 
     # Stores
 
-    def store(self, offsets, values: np.ndarray, scope: int, is_word: bool, w, where, rows) -> None:
+    def store(self, offsets, values: np.ndarray, scope: int, is_word: bool, w, where) -> None:
         """Put [n, size] uint8 values into the store buffer. is_word: each is an aligned word."""
         fabric, scheduler, size = self.fabric, w.scheduler, values.shape[1]
         number = fabric.note(where.ins, scheduler, scope, is_word)
-        piece, waves = 8 if is_word else min(4, size), w.id[rows]
+        piece, waves = 8 if is_word else min(4, size), w.id[where.rows]
         data = np.ascontiguousarray(values).view(WORD[piece]).ravel()
         if is_word:
             units = offsets >> 3
@@ -238,7 +238,7 @@ class Words:
             words = offsets >> 3 if is_word else (offsets[:, None] + np.arange(size) >> 3).ravel()
             self._release(lambda held: held in mine and held.of_waves(w.id) & held.in_words(words))
 
-    def load(self, offsets, size: int, scope: int, is_word: bool, w, where, rows, is_flag: bool) -> np.ndarray | None:
+    def load(self, offsets, size: int, scope: int, is_word: bool, w, where, is_flag: bool) -> np.ndarray | None:
         """Return the words at these offsets as [n, 8] uint8 if each access is an aligned word, else None.
 
         `where.stale` then marks the lanes that must not use theirs.
@@ -267,7 +267,7 @@ class Words:
             where.stale = ~fresh
             if where.ins.encoding != "GLOBAL":  # other loads cannot mark a value unusable
                 raise where(UnsupportedInstruction, int(np.argmin(fresh)), "words are awaited with global_load")
-            late_words, late_rows = words[where.stale], rows[where.stale]
+            late_words, late_rows = words[where.stale], where.rows[where.stale]
             w.awaited = {**w.awaited, where.ins.address: (self, late_words, values[where.stale])}
             first = np.flatnonzero(late_rows[1:] != late_rows[:-1]) + 1  # lanes of a wave are adjacent
             late = {int(w.id[late_rows[lane]]): int(late_words[lane]) for lane in (0, *first.tolist())}

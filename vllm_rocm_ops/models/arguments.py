@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.core.quantization import MX_SCALES, STATIC
-from vllm_rocm_ops.models.config import EXPERTS, MX_ALONE
+from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.ops.shared.gated_delta_net import MOST_PROJECTED
 from vllm_rocm_ops.ops.shared.gemm import BLOCK
 from vllm_rocm_ops.ops.shared.inputs import Inputs
@@ -91,11 +91,10 @@ def experts(
     )
     values = inputs.values(tokens, hidden, dtype=tokens_dtype), *weights_of
     given = *values, weights, ids.int(), inputs.dtype, *scales, *static, expert_map
-    alone = quantization == MX_ALONE
-    if not (alone or has_bias or swiglu):
+    if not (scheme.alone or has_bias or swiglu):
         return given
     biases = (inputs.values(*size[:2]) if has_bias else None for size in (w1, w2))
-    return *given, 0, False, False, alone, *biases, *swiglu
+    return *given, 0, False, False, scheme.alone, *biases, *swiglu
 
 
 def delta_net(

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 from vllm_rocm_ops.core.quantization import STATIC, TOKEN
-from vllm_rocm_ops.ops.shared.experts import FOUR_BIT, SCHEMES
+from vllm_rocm_ops.ops.shared.experts import SCHEMES
 
 SHIPPED = Path(__file__).parent
 
-EXPERTS = {TOKEN if name == "channel" else name: scheme for name, scheme in SCHEMES.items()}
-MX_ALONE = "mxfp8"  # weights for 16-bit tokens
-EXPERTS |= {STATIC: SCHEMES["tensor"]} | FOUR_BIT | {MX_ALONE: SCHEMES["mx"]}
+EXPERTS = {TOKEN if name == "channel" else name: scheme for name, scheme in SCHEMES.items()} | {
+    STATIC: SCHEMES["tensor"]
+}
 """The schemes of experts' weights, by the quantization of linear layers; experts of others run in vLLM."""
 
 

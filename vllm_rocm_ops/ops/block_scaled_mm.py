@@ -44,22 +44,11 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "scale_b's row stride is below 2^31 elements", a.scale_b.stride(0) < 2**31
     reach = sum((size - 1) * stride for size, stride in zip(a.scale_a.shape, a.scale_a.stride()))
     yield "scale_a spans fewer than 2^29 elements", reach < 2**29
-    operands = _operands(a)
-    yield from gemm.can_implement(*operands)
-    if tiled.is_for(operands[0]):
-        yield from tiled.can_implement(*operands)
+    yield from tiled.can_implement(*_operands(a))
 
 
 def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
     return gemm.activations(a.a), gemm.weight(a.b)
-
-
-def _configs(a, arch: Arch) -> list:
-    return tiled.all_configs(*_operands(a), arch, UNIT)
-
-
-def _cost(config, a, arch: Arch) -> dict[str, float]:
-    return tiled.any_cost(config, *_operands(a), arch, UNIT)
 
 
 def _plan(config, out: Tensor, a, arch: Arch) -> list[Launch]:
@@ -163,8 +152,8 @@ def _linear(tokens: int, inputs: Inputs, n: int, k: int) -> tuple:
     allocate=lambda a: a.a.new_empty((a.a.shape[0], gemm.weight(a.b).rows), dtype=a.out_dtype),
     contract=_contract,
     can_implement=_can_implement,
-    configs=_configs,
-    cost=_cost,
+    configs=lambda a, arch: tiled.all_configs(*_operands(a), arch, UNIT),
+    cost=lambda config, a, arch: tiled.any_cost(config, *_operands(a), arch, UNIT),
     plan=_plan,
     problem=lambda a: gemm.problem(*_operands(a)),
     cases=_cases,

@@ -17,11 +17,11 @@ from vllm_rocm_ops.core.op import Op
 from vllm_rocm_ops.ops.shared import experts_streamed as streamed
 from vllm_rocm_ops.ops.shared import experts_tiled as tiled
 from vllm_rocm_ops.ops.shared.experts import (
+    MEANINGS,
     are_e4m3_or_halves,
     contract,
-    converts,
-    is_packed,
     scheme_of,
+    scheme_of_call,
     slots,
     weight_of,
 )
@@ -43,16 +43,16 @@ def _reads_order(a, arch: Arch) -> bool:
 
 
 def _can_stream(a, arch: Arch) -> bool:
-    return (are_e4m3_or_halves(a) or converts(a)) and streamed.takes(a, arch)
+    return (are_e4m3_or_halves(a) or scheme_of_call(a).converted) and streamed.takes(a, arch)
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     (m, _), (experts, n, h), size = a.hidden.shape, a.w1.shape, a.w1.element_size()
-    kind = scheme_of(a.w1, a.w1_scale)
-    packed, known = is_packed(a.w1), (kind.tokens(a.w1.dtype) or a.w1.dtype) in (*HALVES, arch.fp8_dtype, torch.int8)
-    yield f"{arch.name} supports the weights' dtype", known or converts(a)
+    kind = scheme_of_call(a)
+    known = (kind.tokens(a.w1.dtype) or a.w1.dtype) in (*HALVES, arch.fp8_dtype, torch.int8)
+    yield f"{arch.name} supports the weights' dtype", known or kind.converted
     yield f"the weights are not shuffled, or {arch.name} is an AMD GPU", _reads_order(a, arch)
-    if not packed:  # whose columns are multiples of 32
+    if not kind.numbers:  # whose columns are multiples of 32
         yield "H and I are multiples of 16 bytes, I of 8", h * size % 16 == n // 2 * size % 16 == n // 2 % 8 == 0
     for name in ("hidden", "w1", "w2"):
         tensor = getattr(a, name)
@@ -74,9 +74,9 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield "biases have out_dtype", all(bias.dtype == a.out_dtype for bias in biases)
     yield "biases are contiguous, 16-byte aligned and span less than 2 GB", holds
     yield f"there are fewer than {NO_EXPERT} experts", experts < NO_EXPERT
-    if kind.native and not a.weight_only:
+    if kind.native:
         yield f"{arch.name} has block-scaled matrix instructions", arch.block_scales
-    if kind.native or packed:
+    if kind.native or kind.converted:
         most = f"M is at most {streamed.MAX_TOKENS}, slots {streamed.MAX_SLOTS}, M * slots * (I / {streamed.GATE_UP_ROWS})^2"
         yield (
             f"with a scale per {kind.group} along K, {most} is below 2^31, and lists of pairs and experts fit LDS",
@@ -90,9 +90,9 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 def _configs(a, arch: Arch) -> list[StreamedConfig | TiledConfig]:
     if not _reads_order(a, arch):
         return []
-    by_instructions = scheme_of(a.w1, a.w1_scale).native and not a.weight_only
-    can_stream = (arch.block_scales or not by_instructions) and _can_stream(a, arch)
-    can_tile = not is_packed(a.w1) and all(holds for _, holds in tiled.can_implement(a, arch))
+    kind = scheme_of_call(a)
+    can_stream = (arch.block_scales or not kind.native) and _can_stream(a, arch)
+    can_tile = not kind.converted and all(holds for _, holds in tiled.can_implement(a, arch))
     tiles = can_tile and (not can_stream or a.hidden.shape[0] >= TILED_FROM)
     return (streamed.configs(a, arch) if can_stream else []) + (tiled.configs(a, arch) if tiles else [])
 
@@ -122,6 +122,7 @@ def _problem(a) -> dict[str, int]:
     plan=lambda config, out, a, arch: _kernels(config).launches(config, out, a, arch),
     problem=_problem,
     cases=cases,
+    meanings=MEANINGS,
     sums=True,
 )
 def fused_experts(
@@ -157,16 +158,9 @@ def fused_experts(
     (W8A8).
 
     Args:
-        hidden: [M, H], bf16 or fp16, bf16 for 4-bit weights; or already quantized, e4m3 or int8, with hidden_scale.
-        w1: [E, 2 I, H], gate rows first, unless interleaved; bf16, fp16, e4m3, e5m2 or int8. Or 4-bit weights, uint8
-            [E, 2 I, H / 2], the first of two in a byte's lower half: INT4, 0 to 15 for -8 to 7, or E2M1 of MXFP4.
-        w2: [E, H, I], or [E, H, I / 2]; w1's dtype.
         topk_weights: [M, topk], float32.
         topk_ids: [M, topk], int32 or int64; invalid ids are skipped.
         out_dtype: bf16 or fp16, also of the activation between the GEMMs.
-        w1_scale: float32 [E] (per tensor), [E, N] (per channel) or [E, ceil(N / 128), ceil(K / 128)] (per block); uint8
-            or float8_e8m0fnu [E, N, K / 32] for MX-FP8 and MXFP4; bf16 [E, N, K / 32] or [E, N, K / 128] for INT4. int8 has
-            no block scales.
         w2_scale: As w1_scale.
         hidden_scale: Static scale of hidden, float32, one element; or the scales of a quantized hidden: [M, 1], [1],
             [M, ceil(H / 128)] (per block) or [M, H / 32] (MX-FP8).
@@ -175,7 +169,6 @@ def fused_experts(
         shared_experts: The last experts of E that take every token with weight 1; no id names them.
         apply_router_weight_on_input: Scale hidden by the router weights, not the result; topk is 1.
         shuffled: Each expert's w1 and w2 are in `shuffle_weight` order, as AITER stores them, with their plain shapes.
-        weight_only: W8A16: 8-bit weights, activations stay bf16 or fp16, bf16 with MX-FP8, whose NaN is 480 on gfx942.
         w1_bias: [E, 2 I], floating point: added to w1's products, in the order of its rows.
         w2_bias: [E, H], floating point: added to w2's products, before the router weights.
         swiglu_limit: Upper bound of gate, and of the absolute value of up; above 0, None for no bound.

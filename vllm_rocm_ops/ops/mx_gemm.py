@@ -49,10 +49,8 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    (m, n, k), max_tokens = _sizes(a), TOKENS[arch.vendor][-1]
-    yield "x is bfloat16", a.x.dtype == torch.bfloat16
-    yield f"M is at most {max_tokens} on {arch.vendor.upper()}", m <= max_tokens
-    yield "N and K are at least 1, N below 2^30, K below 2^24", 0 < n < 2**30 and 0 < k < 2**24
+    m, n, k = _sizes(a)
+    yield from wave_split_k.rules(a, m, n, k, TOKENS, arch)
     yield (
         f"N is a multiple of {LANE_ROWS}, K of {STEPS_PER_SCALE_LOAD * MX_BLOCK}",
         n % LANE_ROWS == 0 and k % (STEPS_PER_SCALE_LOAD * MX_BLOCK) == 0,
@@ -65,7 +63,6 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         "rows of weight are 8-byte, of scale 4-byte aligned",
         aligned(a.weight, 8) and aligned(a.scale, STEPS_PER_SCALE_LOAD),
     )
-    yield from wave_split_k.rules(a)
 
 
 def _skinny_sizes(a, arch: Arch) -> wave_split_k.Sizes:
@@ -77,14 +74,9 @@ def _skinny_sizes(a, arch: Arch) -> wave_split_k.Sizes:
 
 
 def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
-    sizes = _skinny_sizes(a, arch)
-    m, n, k = sizes[:3]
-    if m == 0:
-        return []
-    weight = gemm.Operand(a.weight, n, 2 * k, row_stride(a.weight))
-    product = gemm.Product(out, gemm.activations(a.x), weight, scale_b=(a.scale, row_stride(a.scale)), bias=a.bias)
-    kind, limits = FORMATS[a.weight.dtype], TOKENS[arch.vendor]
-    return [wave_split_k.launch("mx_gemm", kind, limits, product, config, sizes, arch)]
+    return wave_split_k.launches(
+        "mx_gemm", FORMATS[a.weight.dtype], TOKENS, out, a, config, _skinny_sizes(a, arch), arch
+    )
 
 
 def _cases() -> Iterator[Case]:
@@ -108,12 +100,7 @@ def _cases() -> Iterator[Case]:
 
 def _inputs(form: str, tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
     padding, dtype = given.get("padding", 0), given.get("dtype", torch.bfloat16)
-    x = torch.randn(*(tokens if isinstance(tokens, tuple) else (tokens,)), k, generator=generator)
-    if given.get("spikes"):
-        x = x * 0.01
-        x[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
-    if given.get("extreme"):
-        x = x * 2.0**-6
+    x = wave_split_k.tokens_of(tokens, k, given, generator) * (2.0**-6 if given.get("extreme") else 1.0)
     x = gemm.padded(x, padding).to(dtype).to(device)[..., :k]
     weight = random_weight(form, n, k, given, device, generator)
     bias = torch.randn(n, generator=generator).to(dtype).to(device) if given.get("bias") else None

@@ -18,6 +18,7 @@ from vllm_rocm_ops.core.quantization import (
 )  # elements along K per scale; rows of b that may share scales
 from vllm_rocm_ops.core.quantization import MX_SCALES, mx_numbers
 from vllm_rocm_ops.core.tensors import aligned, describe, row_stride
+from vllm_rocm_ops.ops.shared import gemm
 from vllm_rocm_ops.ops.shared.gemm import OUT_TYPES, Product, activations, bias_contract, weight
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.ops.shared.skinny_gemm import arguments
@@ -207,9 +208,7 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
 
     def rows(count: int, padding: int) -> Tensor:
         values = torch.randn(count, k, generator=generator)
-        if given.get("spikes"):
-            values = values * 0.01
-            values[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
+        values = gemm.with_spikes(values) if given.get("spikes") else values
         storage = torch.full((count, k + padding), torch.nan)  # padding must not be read
         storage[:, :k] = values
         return storage.to(torch.float8_e4m3fn).to(device)[:, :k]

@@ -59,22 +59,11 @@ def _can_implement_operand(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from _can_implement_operand(a, arch)
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
-    operands = _operands(a)
-    yield from gemm.can_implement(*operands)
-    if tiled.is_for(operands[0]):
-        yield from tiled.can_implement(*operands)
+    yield from tiled.can_implement(*_operands(a))
 
 
 def _operands(a) -> tuple[gemm.Operand, gemm.Operand]:
     return gemm.activations(a.a), _weight(a)
-
-
-def _configs(a, arch: Arch) -> list:
-    return tiled.all_configs(*_operands(a), arch)
-
-
-def _cost(config, a, arch: Arch) -> dict[str, float]:
-    return tiled.any_cost(config, *_operands(a), arch)
 
 
 def _scales(a) -> tuple[tuple[Tensor, int, int], tuple[Tensor, int]]:
@@ -117,9 +106,7 @@ def _inputs(m, n, k, given, device, generator, fp8_dtype) -> tuple:
 
     def rows(count: int, padding: int) -> Tensor:
         values = torch.randn(count, k, generator=generator)
-        if given.get("spikes"):
-            values = values * 0.01
-            values[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
+        values = gemm.with_spikes(values) if given.get("spikes") else values
         return gemm.padded(values, padding).to(fp8_dtype).to(device)[:, :k]
 
     per_row = given.get("per_row", True)
@@ -143,8 +130,8 @@ def _linear(tokens: int, inputs: Inputs, n: int, k: int, per_row: bool, *has_bia
     allocate=_allocate,
     contract=_contract,
     can_implement=_can_implement,
-    configs=_configs,
-    cost=_cost,
+    configs=lambda a, arch: tiled.all_configs(*_operands(a), arch),
+    cost=lambda config, a, arch: tiled.any_cost(config, *_operands(a), arch),
     plan=_plan,
     problem=lambda a: gemm.problem(*_operands(a)),
     cases=_cases,

@@ -49,10 +49,8 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
-    (m, n, k), group, max_tokens = _sizes(a), _group(a), TOKENS[arch.vendor][-1]
-    yield "x is bfloat16", a.x.dtype == torch.bfloat16
-    yield f"M is at most {max_tokens} on {arch.vendor.upper()}", m <= max_tokens
-    yield "N and K are at least 1, N below 2^30, K below 2^24", 0 < n < 2**30 and 0 < k < 2**24
+    (m, n, k), group = _sizes(a), _group(a)
+    yield from wave_split_k.rules(a, m, n, k, TOKENS, arch)
     is_group = group % STEP == 0 and group.bit_count() == 1 or group == k and k % PACK_FACTOR == 0
     yield f"N is a multiple of {2 * PACK_FACTOR}", n % (2 * PACK_FACTOR) == 0
     yield f"groups are a power of two from {STEP} on, or one of a multiple of {PACK_FACTOR}", is_group
@@ -64,7 +62,6 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         "weight and scale are below 2 GB",
         all(len(x) * row_stride(x) * x.element_size() < 2**31 for x in (a.weight, a.scale)),
     )
-    yield from wave_split_k.rules(a)
 
 
 def _skinny_sizes(a, arch: Arch) -> wave_split_k.Sizes:
@@ -77,18 +74,9 @@ def _skinny_sizes(a, arch: Arch) -> wave_split_k.Sizes:
 
 def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     sizes = _skinny_sizes(a, arch)
-    m, n, k = sizes[:3]
-    if m == 0:
-        return []
-    weight = gemm.Operand(a.weight, n, 2 * k, row_stride(a.weight) * a.weight.element_size())
-    product = gemm.Product(out, gemm.activations(a.x), weight, scale_b=(a.scale, row_stride(a.scale)), bias=a.bias)
-    group = _group(a)
-    more = {
-        "k": 2 * k,  # bytes of a token
-        "group_shift": 31 if group == k else (group // STEP).bit_length() - 1,
-    }
-    kind, limits = STEP * sizes.steps_at_once, TOKENS[arch.vendor]
-    return [wave_split_k.launch("w4a16_gemm", kind, limits, product, config, sizes, arch, **more)]
+    group, kind = _group(a), STEP * sizes.steps_at_once
+    shift = 31 if group == sizes.k else (group // STEP).bit_length() - 1
+    return wave_split_k.launches("w4a16_gemm", kind, TOKENS, out, a, config, sizes, arch, group_shift=shift)
 
 
 def _cases() -> Iterator[Case]:
@@ -114,10 +102,7 @@ def _cases() -> Iterator[Case]:
 
 def _inputs(tokens, n, k, given, device, generator, fp8_dtype) -> tuple:
     group, padding, dtype = given.get("group", 128), given.get("padding", 0), given.get("dtype", torch.bfloat16)
-    x = torch.randn(*(tokens if isinstance(tokens, tuple) else (tokens,)), k, generator=generator)
-    if given.get("spikes"):
-        x = x * 0.01
-        x[:, [0, k // 2, k - 1]] = torch.tensor([100.0, -100.0, 50.0])
+    x = wave_split_k.tokens_of(tokens, k, given, generator)
     values = torch.randint(0, 16, (k, n + 2 * PACK_FACTOR * padding), generator=generator)
     scale = torch.rand(k // group, n + padding, generator=generator) * 0.02 + 0.001
     if given.get("extreme"):  # zero, subnormal, negative, large and NaN

@@ -122,20 +122,14 @@ DEVICE void layer_norm_general(LayerNormRow row, RowOutput<T, kOutput> output) {
     if constexpr (kChunks == 0) layer_norm_general<T, kOutput>(row, output);                              \
     else layer_norm_vector<T, kOutput, kChunks>(row, output);                                             \
   }
-// Instances for one element type and output kind, in order of chunks per thread.
-#define INSTANCES(name, T, kOutput)        \
-  INSTANCE(1024, name##_x1, T, kOutput, 1) \
-  INSTANCE(1024, name##_x2, T, kOutput, 2) \
-  INSTANCE(512, name##_x4, T, kOutput, 4)  \
-  INSTANCE(1024, name##_general, T, kOutput, 0)
 
-INSTANCES(layer_norm_bf16, Bf16, Output::kPlain)
-INSTANCES(layer_norm_static_fp8_quant_bf16, Bf16, Output::kStatic)
-INSTANCES(layer_norm_dynamic_per_token_quant_bf16, Bf16, Output::kPerToken)
-INSTANCES(layer_norm_per_block_quant_bf16, Bf16, Output::kPerBlock)
-INSTANCES(layer_norm_mxfp8_quant_bf16, Bf16, Output::kMx)
-INSTANCES(layer_norm_fp16, F16, Output::kPlain)
-INSTANCES(layer_norm_static_fp8_quant_fp16, F16, Output::kStatic)
-INSTANCES(layer_norm_dynamic_per_token_quant_fp16, F16, Output::kPerToken)
-INSTANCES(layer_norm_per_block_quant_fp16, F16, Output::kPerBlock)
-INSTANCES(layer_norm_mxfp8_quant_fp16, F16, Output::kMx)
+ROW_INSTANCES(INSTANCE, layer_norm_bf16, Bf16, Output::kPlain)
+ROW_INSTANCES(INSTANCE, layer_norm_static_fp8_quant_bf16, Bf16, Output::kStatic)
+ROW_INSTANCES(INSTANCE, layer_norm_dynamic_per_token_quant_bf16, Bf16, Output::kPerToken)
+ROW_INSTANCES(INSTANCE, layer_norm_per_block_quant_bf16, Bf16, Output::kPerBlock)
+ROW_INSTANCES(INSTANCE, layer_norm_mxfp8_quant_bf16, Bf16, Output::kMx)
+ROW_INSTANCES(INSTANCE, layer_norm_fp16, F16, Output::kPlain)
+ROW_INSTANCES(INSTANCE, layer_norm_static_fp8_quant_fp16, F16, Output::kStatic)
+ROW_INSTANCES(INSTANCE, layer_norm_dynamic_per_token_quant_fp16, F16, Output::kPerToken)
+ROW_INSTANCES(INSTANCE, layer_norm_per_block_quant_fp16, F16, Output::kPerBlock)
+ROW_INSTANCES(INSTANCE, layer_norm_mxfp8_quant_fp16, F16, Output::kMx)

@@ -54,8 +54,7 @@ def bind(ins: Instruction, program) -> Callable:
         return _bind_atomic(ins, program, kind, place)
     load, size, shift = transfer.load_or_store(ins, action, kind)
     is_load = load is not None
-    codes = transfer.codes_of(ins.operands["vdata"], size)
-    first = transfer.first_register(ins.operands["vdata"], size // 4, program)
+    codes, first = transfer.registers(ins.operands["vdata"], size, program)
     unit = min(size, 4)
     scope = transfer.scope_of(ins)
 
@@ -78,7 +77,7 @@ def bind(ins: Instruction, program) -> Callable:
                     for n in range(inside.shape[1]):
                         chosen = np.flatnonzero(inside[:, n])
                         if len(chosen):
-                            part = transfer.Site(ins, w, rows[chosen], lanes[chosen])
+                            part = site.part(chosen)
                             piece = values[chosen, unit * n : unit * (n + 1)]
                             w.scheduler.space.store(address[chosen] + U64(4 * n), piece, unit, w, part, False, scope)
                             w.scheduler.progress()

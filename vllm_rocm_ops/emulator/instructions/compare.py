@@ -20,7 +20,7 @@ def float_class(a, mask):
     return mask.astype(U32) >> kind.astype(U32) & U32(1) != 0
 
 
-_COMPARE = {
+COMPARE = {
     "f": lambda a, b: np.zeros(np.broadcast_shapes(a.shape, b.shape), bool),
     "lt": np.less,
     "eq": np.equal,
@@ -42,6 +42,6 @@ _COMPARE = {
 }
 for _prefix in ("v_cmp", "v_cmpx"):
     for _type in ("f16", "f32", "f64", "i16", "u16", "i32", "u32", "i64", "u64"):
-        entries(**{f"{_prefix}_{_name}_{_type}": _fn for _name, _fn in _COMPARE.items()})
+        entries(**{f"{_prefix}_{_name}_{_type}": _fn for _name, _fn in COMPARE.items()})
     for _type in ("f16", "f32", "f64"):
         VECTOR[f"{_prefix}_class_{_type}"] = Vector(float_class)

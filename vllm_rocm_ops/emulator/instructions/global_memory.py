@@ -46,8 +46,7 @@ def bind(ins: Instruction, program) -> Callable:
 
 
 def _bind_load(ins, program, address, load: transfer.Load):
-    codes = transfer.codes_of(ins.operands["vdst"], load.size)
-    first = transfer.first_register(ins.operands["vdst"], len(codes), program)
+    codes, first = transfer.registers(ins.operands["vdst"], load.size, program)
     scope = transfer.scope_of(ins)
     align = min(load.size, 4)
 
@@ -72,7 +71,7 @@ def _bind_load(ins, program, address, load: transfer.Load):
 
 
 def _bind_store(ins, program, address, size: int, shift: int):
-    first = transfer.first_register(ins.operands["data"], size // 4, program)
+    _, first = transfer.registers(ins.operands["data"], size, program)
     scope = transfer.scope_of(ins)
 
     def run(w):
@@ -139,9 +138,7 @@ def bind_atomic(ins, program, address, kind: str):
 def _bind_flat(ins, program, address, load: transfer.Load | None, size: int, shift: int):
     """Bind FLAT: each lane accesses LDS, scratch or global memory by its address."""
     is_load = load is not None
-    operand = ins.operands["vdst" if is_load else "data"]
-    codes = transfer.codes_of(operand, size)
-    first = transfer.first_register(operand, size // 4, program)
+    codes, first = transfer.registers(ins.operands["vdst" if is_load else "data"], size, program)
     lds_high, private_high = APERTURES[235] >> 32, APERTURES[237] >> 32
     scope = transfer.scope_of(ins)
 

@@ -51,8 +51,7 @@ def bind(ins: Instruction, program) -> Callable:
         size = what.size
         align = 16 if size == 12 else size
         per = max(1, size // 4)
-        codes = transfer.codes_of(ins.operands["vdst"], 4 * per * len(offsets))
-        first = transfer.first_register(ins.operands["vdst"], len(codes), program)
+        codes, first = transfer.registers(ins.operands["vdst"], 4 * per * len(offsets), program)
 
         def run_read(w):
             rows, lanes = w.active()
@@ -71,7 +70,7 @@ def bind(ins: Instruction, program) -> Callable:
     size, shift = what
     align = 16 if size == 12 else size
     sources = [ins.operands[n] for n in ("data0", "data1") if n in ins.operands][: len(offsets)]
-    firsts = [transfer.first_register(o, size // 4, program) for o in sources]
+    firsts = [transfer.registers(operand, size, program)[1] for operand in sources]
 
     def run_write(w):
         rows, lanes = w.active()
@@ -135,8 +134,7 @@ def _bind_ds_transpose(ins, program, name: str):
     """Bind DS_READ_B64_TR_B16 / B8 / B4 and DS_READ_B96_TR_B6: a row of 16 lanes reads a tile, each lane gets a column."""
     bits = int(name.rpartition("b")[2])
     size = 12 if bits == 6 else 8
-    codes = transfer.codes_of(ins.operands["vdst"], size)
-    first = transfer.first_register(ins.operands["vdst"], size // 4, program)
+    codes, first = transfer.registers(ins.operands["vdst"], size, program)
     address = transfer.check_code(ins.operands["addr"].code, program)
     offset = ins.fields["offset0"] | ins.fields["offset1"] << 8
 

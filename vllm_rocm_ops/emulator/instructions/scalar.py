@@ -15,7 +15,9 @@ from ..decode import EXEC, M0, Instruction, Operand, skips
 from ..errors import UnsupportedInstruction
 from ..events import wait
 from ..operands import I32, I64, U32, U64, read_scalar
+from .compare import COMPARE
 from .integer import find_first_one, leading_signs, leading_zeros, mul_hi, popcount, reverse_bits
+from .table import call
 
 
 @dataclass(frozen=True)
@@ -168,25 +170,28 @@ entries(
     s_lshl3_add_u32=_shl_add(3),
     s_lshl4_add_u32=_shl_add(4),
 )
+LOGIC = {
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "andn2": lambda a, b: a & ~b,
+    "orn2": lambda a, b: a | ~b,
+    "nand": lambda a, b: ~(a & b),
+    "nor": lambda a, b: ~(a | b),
+    "xnor": lambda a, b: ~(a ^ b),
+}
+_of_bits = {
+    **LOGIC,
+    "lshl": shl,
+    "lshr": shr,
+    "not": lambda a: ~a,
+    "wqm": lambda a: _quads(a) * a.dtype.type(15),
+    "bcnt0_i32": lambda a: popcount(~a),
+    "bcnt1_i32": popcount,
+    "quadmask": _quad_mask,
+}
 for _size in ("b32", "b64"):
-    _logic = {
-        "s_and": lambda a, b: a & b,
-        "s_or": lambda a, b: a | b,
-        "s_xor": lambda a, b: a ^ b,
-        "s_andn2": lambda a, b: a & ~b,
-        "s_orn2": lambda a, b: a | ~b,
-        "s_nand": lambda a, b: ~(a & b),
-        "s_nor": lambda a, b: ~(a | b),
-        "s_xnor": lambda a, b: ~(a ^ b),
-        "s_lshl": shl,
-        "s_lshr": shr,
-        "s_not": lambda a: ~a,
-        "s_wqm": lambda a: _quads(a) * a.dtype.type(15),
-        "s_bcnt0_i32": lambda a: popcount(~a),
-        "s_bcnt1_i32": popcount,
-        "s_quadmask": _quad_mask,
-    }
-    entries("nonzero", **{f"{name}_{_size}": fn for name, fn in _logic.items()})
+    entries("nonzero", **{f"s_{name}_{_size}": fn for name, fn in _of_bits.items()})
 entries(
     "nonzero",
     s_ashr_i32=shr,
@@ -202,8 +207,6 @@ entries(
 entries(
     s_mov_b32=lambda a: a,
     s_mov_b64=lambda a: a,
-    s_cmov_b32__accumulates=None,
-    s_cmov_b64__accumulates=None,
     s_brev_b32=reverse_bits,
     s_brev_b64=reverse_bits,
     s_ff1_i32_b32=find_first_one,
@@ -226,19 +229,11 @@ entries(
     s_mulk_i32__accumulates=lambda k, d: k * d,
 )
 entries("second", s_addk_i32__accumulates=lambda k, d: _signed(np.add)(k, d))
-del SCALAR["s_cmov_b32"], SCALAR["s_cmov_b64"]
 for _name in ("s_cmov_b32", "s_cmov_b64", "s_cmovk_i32"):
     SCALAR[_name] = Scalar(lambda scc, a, d: np.where(scc, a, d), carries=True, accumulates=True)
 # SOPC, and SOPK's comparisons, whose left side is the destination field
-_COMPARE = {
-    "eq": np.equal,
-    "lg": np.not_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-}
-for _name, _fn in _COMPARE.items():
+for _name in ("eq", "lg", "gt", "ge", "lt", "le"):
+    _fn = COMPARE[_name]
     for _type in ("i32", "u32"):
         SCALAR[f"s_cmp_{_name}_{_type}"] = Scalar(_fn, "only")
         SCALAR[f"s_cmpk_{_name}_{_type}"] = Scalar(lambda k, d, fn=_fn: fn(d, k), "only", accumulates=True)
@@ -248,18 +243,7 @@ for _value in (0, 1):
         SCALAR[f"s_bitcmp{_value}_b{_size}"] = Scalar(lambda a, b, v=_value: (shr(a, b) & a.dtype.type(1)) == v, "only")
 
 # SOP1: EXEC is saved to the destination, then combined with the source.
-SAVE_EXEC = {
-    "and": lambda s, e: s & e,
-    "or": lambda s, e: s | e,
-    "xor": lambda s, e: s ^ e,
-    "andn1": lambda s, e: ~s & e,
-    "andn2": lambda s, e: s & ~e,
-    "orn1": lambda s, e: ~s | e,
-    "orn2": lambda s, e: s | ~e,
-    "nand": lambda s, e: ~(s & e),
-    "nor": lambda s, e: ~(s | e),
-    "xnor": lambda s, e: ~(s ^ e),
-}
+SAVE_EXEC = {**LOGIC, "andn1": lambda s, e: ~s & e, "orn1": lambda s, e: ~s | e}
 
 
 def _immediate(instruction: Instruction) -> int:
@@ -459,15 +443,7 @@ def bind(ins: Instruction, program) -> Callable:
         reads.append(read_scalar(destination, ins))
     if entry.carries:
         reads.insert(0, lambda w: w.scc)
-    fn = entry.fn
-    if len(reads) == 1:
-        (first,) = reads
-        compute = lambda w: fn(first(w))
-    elif len(reads) == 2:
-        first, second = reads
-        compute = lambda w: fn(first(w), second(w))
-    else:
-        compute = lambda w: fn(*(read(w) for read in reads))
+    compute = call(entry.fn, reads)
     if entry.scc == "only":
 
         def compare(w):

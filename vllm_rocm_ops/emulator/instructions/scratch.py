@@ -49,9 +49,7 @@ def bind(ins: Instruction, program) -> Callable:
     offset = transfer.signed_offset(ins, 13)
     vector = transfer.check_code(ins.operands["addr"].code, program) if ins.fields["sve"] else None
     scalar = ins.operands["saddr"].code if "saddr" in ins.operands else NO_ADDRESS
-    operand = ins.operands["vdst" if is_load else "data"]
-    codes = transfer.codes_of(operand, size)
-    first = transfer.first_register(operand, size // 4, program)
+    codes, first = transfer.registers(ins.operands["vdst" if is_load else "data"], size, program)
 
     def run(w):
         rows, lanes = w.active()

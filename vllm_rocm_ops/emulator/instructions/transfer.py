@@ -25,6 +25,12 @@ class Site:
         self.pauses = False  # after a store: whether others run while it is in flight
         self.stale = None  # after a load: active lanes with a word of another epoch than the awaited one
 
+    def part(self, index: np.ndarray | None) -> Site:
+        """Return the site of some of the active lanes; of all for None."""
+        if index is None:
+            return self
+        return Site(self.ins, self.w, self.rows[index], None if self.lanes is None else self.lanes[index])
+
     def __call__(self, kind, index: int, message: str):
         lane = None if self.lanes is None else int(self.lanes[index])
         return self.w.scheduler.error(kind, self.ins, self.w, int(self.rows[index]), lane, message)
@@ -134,11 +140,6 @@ def update(view: np.ndarray, units: np.ndarray, fn, data: np.ndarray, compare=No
 # Moving between registers and bytes
 
 
-def codes_of(operand: Operand, size: int) -> tuple[int, ...]:
-    """Return the codes of the registers that an access of `size` bytes per lane moves."""
-    return tuple(range(operand.code, operand.code + max(1, size // 4)))
-
-
 def load_or_store(ins: Instruction, action: str, kind: str) -> tuple[Load | None, int, int]:
     """Return the load of an instruction (None for a store), bytes per lane, and the shift of a store's data."""
     if action == "load" and kind in LOADS:
@@ -154,9 +155,11 @@ def check_code(code: int, program) -> int:
     return register(code)
 
 
-def first_register(operand: Operand, dwords: int, program) -> int:
-    """Return the register index of an operand's first dword; all dwords must be allocated."""
-    return [check_code(operand.code + n, program) for n in range(max(1, dwords))][0]  # noqa: RUF015 every one is checked
+def registers(operand: Operand, size: int, program) -> tuple[tuple[int, ...], int]:
+    """Return the codes of the registers that an access of `size` bytes per lane moves, all allocated, and the first's index."""
+    codes = tuple(range(operand.code, operand.code + max(1, size // 4)))
+    first, *_ = [check_code(code, program) for code in codes]
+    return codes, first
 
 
 def extend(values: np.ndarray, load: Load) -> np.ndarray:

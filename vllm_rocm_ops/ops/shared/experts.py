@@ -25,7 +25,7 @@ TOKENS = {torch.int8: torch.int8, **{e4m3: e4m3 for e4m3 in LIMIT}, **E5M2}
 class Scheme:
     """One way to scale weights [E, N, K] of experts, and the tokens that they multiply."""
 
-    name: str  # in kernels' symbols if scales have groups; in messages and in keys of timings
+    name: str  # in kernels' symbols if scales have groups; in names of cases, in messages and in keys of timings
     weights: tuple[torch.dtype, ...]
     rows: int = 0  # of a weight that share a scale, 0 for all of an expert
     group: int = 0  # columns of weights and of tokens that share a scale, 0 for all
@@ -33,7 +33,13 @@ class Scheme:
     scaled: bool = True
     native: bool = False  # matrix instructions scale groups: whole ones, no static scale, no tiled kernels
     quantizer: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # of tokens, if not to `LIMIT` by float32 scales
-    numbers: Callable[[Tensor], Tensor] | None = None  # of weights with two values in a byte, for tokens of 16 bits
+    numbers: Callable[[Tensor], Tensor] | None = None  # of two values in a byte, for bf16 tokens
+    alone: bool = False  # weights of 8 bits for bf16 tokens, where a call is weight-only
+
+    @property
+    def converted(self) -> bool:
+        """True if kernels convert weights to bf16, and multiply groups' sums by scales."""
+        return self.alone or self.numbers is not None
 
     def groups(self, columns: int) -> int:
         """Return the scales of a row."""
@@ -59,10 +65,19 @@ class Scheme:
         """Return the part of symbols that names scales, `row` if they have no groups, or the dtype of unscaled weights."""
         return HALVES.get(dtype) or (self.name if self.group else row)
 
-    def fits(self, weight: torch.Size, dtype: torch.dtype, scale: torch.Size, scale_dtype: torch.dtype) -> bool:
+    def fits(
+        self,
+        weight: torch.Size,
+        dtype: torch.dtype,
+        scale: torch.Size,
+        scale_dtype: torch.dtype,
+        weight_only: bool = False,
+    ) -> bool:
         """True if weights and scales of these shapes and dtypes are scaled this way. A scale per row may have two shapes."""
-        k, grouped = self.columns(weight[2]), self.native or self.numbers is not None
-        shape, whole = self.shape(*weight[:2], k), not grouped or k % self.group == 0
+        if self.alone != weight_only and (self.alone or self.native):
+            return False
+        k = self.columns(weight[2])
+        shape, whole = self.shape(*weight[:2], k), not (self.native or self.converted) or k % self.group == 0
         shapes = (shape, (*shape, 1)) if self.rows == 1 and not self.group else (shape,)
         return self.scaled and whole and dtype in self.weights and scale_dtype in self.scales and scale in shapes
 
@@ -93,6 +108,7 @@ class Scheme:
         return self.dequantized(values, scale, x.dtype, 1)
 
 
+_HALF_SCALES = (torch.bfloat16, torch.float16, torch.float64)  # the last of an oracle
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
@@ -101,24 +117,32 @@ SCHEMES = {
         Scheme("channel", tuple(TOKENS), 1),
         Scheme("tensor", tuple(TOKENS)),
         Scheme("mx", (torch.float8_e4m3fn,), 1, MX_BLOCK, MX_SCALES, native=True, quantizer=quantization.mx),
-    )
-}
-
-_HALF_SCALES = (torch.bfloat16, torch.float16, torch.float64)  # the last of an oracle
-FOUR_BIT = {
-    scheme.name: scheme
-    for scheme in (
         Scheme("int4_32", (torch.uint8,), 1, 32, _HALF_SCALES, numbers=quantization.int4_numbers),
         Scheme("int4_128", (torch.uint8,), 1, 128, _HALF_SCALES, numbers=quantization.int4_numbers),
         Scheme("mxfp4", (torch.uint8,), 1, MX_BLOCK, MX_SCALES, numbers=quantization.fp4_numbers),
+        Scheme("mxfp8", (torch.float8_e4m3fn,), 1, MX_BLOCK, MX_SCALES, alone=True),
     )
 }
-"""Schemes of weights [E, N, K / 2] with two values in a byte, the first in its lower half, multiplied by bf16 tokens."""
+"""What cases, arguments of a model's layers, shapes to time and kernels' names know of formats."""
+CONVERTED = {name: scheme for name, scheme in SCHEMES.items() if scheme.converted}
+MEANINGS = {
+    "hidden": "[M, H], bf16 or fp16, bf16 for 4-bit weights; or already quantized, e4m3 or int8, with hidden_scale.",
+    "w1": "[E, 2 I, H], gate rows first, unless interleaved; bf16, fp16, e4m3, e5m2 or int8. Or 4-bit weights, uint8\n"
+    "        [E, 2 I, H / 2], the first of two in a byte's lower half: INT4, 0 to 15 for -8 to 7, or E2M1 of MXFP4.",
+    "w2": "[E, H, I], or [E, H, I / 2]; w1's dtype.",
+    "w1_scale": "float32 [E] (per tensor), [E, N] (per channel) or [E, ceil(N / 128), ceil(K / 128)] (per block); uint8\n"
+    "        or float8_e8m0fnu [E, N, K / 32] for MX-FP8 and MXFP4; bf16 [E, N, K / 32] or [E, N, K / 128] for INT4. int8 has\n"
+    "        no block scales.",
+    "weight_only": "W8A16: 8-bit weights, activations stay bf16 or fp16, bf16 with MX-FP8, whose NaN is 480 on gfx942.",
+}
+"""Arguments of `fused_experts` whose texts depend on formats."""
 
 
-def scheme_of(weight: Tensor, scale: Tensor | None) -> Scheme:
+def scheme_of(weight: Tensor, scale: Tensor | None, weight_only: bool = False) -> Scheme:
     """Return how a weight [E, N, K] is scaled, by a scheme for no weights if no row of SCHEMES fits."""
-    return SCHEMES["none"] if scale is None else _fitting_scheme(weight.shape, weight.dtype, scale.shape, scale.dtype)
+    if scale is None:
+        return SCHEMES["none"]
+    return _fitting_scheme(weight.shape, weight.dtype, scale.shape, scale.dtype, weight_only)
 
 
 def weight_of(weights: Tensor, scales: Tensor | None, expert: int, shuffled: bool, exact: torch.dtype) -> Tensor:
@@ -128,14 +152,13 @@ def weight_of(weights: Tensor, scales: Tensor | None, expert: int, shuffled: boo
 
 
 @functools.lru_cache
-def _fitting_scheme(*operands: torch.Size | torch.dtype) -> Scheme:
-    known = (*SCHEMES.values(), *FOUR_BIT.values())
-    return next((scheme for scheme in known if scheme.fits(*operands)), Scheme("unknown", ()))
+def _fitting_scheme(*operands: torch.Size | torch.dtype | bool) -> Scheme:
+    return next((scheme for scheme in SCHEMES.values() if scheme.fits(*operands)), Scheme("unknown", ()))
 
 
 def is_packed(weight: Tensor) -> bool:
     """True if a weight has two values in a byte."""
-    return any(weight.dtype in scheme.weights for scheme in FOUR_BIT.values())
+    return any(weight.dtype in scheme.weights for scheme in SCHEMES.values() if scheme.numbers)
 
 
 def columns_of(weight: Tensor) -> int:
@@ -143,9 +166,9 @@ def columns_of(weight: Tensor) -> int:
     return weight.shape[2] * (1 + is_packed(weight))
 
 
-def converts(a) -> bool:
-    """True if kernels convert weights to bf16, and multiply groups' sums by scales: 4-bit weights, and MX-FP8 weights alone."""
-    return is_packed(a.w1) or a.weight_only and scheme_of(a.w1, a.w1_scale).native
+def scheme_of_call(a) -> Scheme:
+    """Return how w1 is scaled in a call."""
+    return scheme_of(a.w1, a.w1_scale, a.weight_only)
 
 
 def activation_dtype(a) -> torch.dtype | None:
@@ -166,6 +189,19 @@ def intermediate(a) -> int:
 def slots(a) -> int:
     """Return the experts per token, including shared ones."""
     return a.topk_ids.shape[1] + a.shared_experts
+
+
+def routing_arguments(a) -> dict[str, object]:
+    """Return the arguments by which kernels find the experts of tokens."""
+    return {
+        "ids": a.topk_ids,
+        "expert_map": a.expert_map,
+        "topk": a.topk_ids.shape[1],
+        "shared": a.shared_experts,
+        "routed": len(a.w1) - a.shared_experts,
+        "mapped": 0 if a.expert_map is None else len(a.expert_map),
+        "id_words": a.topk_ids.element_size() // 4,
+    }
 
 
 def is_plain(a) -> bool:
@@ -234,7 +270,8 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
     half = " / 2" if packed else ""
     yield "w2", f"{a.w1.dtype} [E={experts}, H={h}, I={n // 2}{half}]", describe(a.w2), holds
     yield "weight_only", "False, unless weights have 8 bits", str(a.weight_only), of_8_bits or not a.weight_only
-    halves = (torch.bfloat16,) if converts(a) else tuple(HALVES)
+    converted = packed or scheme_of_call(a).converted
+    halves = (torch.bfloat16,) if converted else tuple(HALVES)
     wanted = halves if of_8_bits or packed else (a.w1.dtype,)
     dtype = activation_dtype(a)
     quantized = dtype is not None and a.hidden.dtype == dtype
@@ -273,7 +310,7 @@ def contract(a) -> Iterator[tuple[str, str, str, bool]]:
         yield "expert_map", "int32 [global experts], one or more", describe(a.expert_map), holds
     if a.shuffled:
         whole = all(fits(weight.shape[1:], weight.dtype) and weight.is_contiguous() for weight in (a.w1, a.w2))
-        whole = whole and not converts(a)
+        whole = whole and not converted
         wanted = "False with 4-bit weights and MX-FP8 weights alone, or unless rows of w1 and w2 are multiples of 16, columns of 64 bytes, and both contiguous"
         yield "shuffled", wanted, f"True with {describe(a.w1)} and {describe(a.w2)}", whole
     for name, columns in (("w1_bias", n), ("w2_bias", h)):

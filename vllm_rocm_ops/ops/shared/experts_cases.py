@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_rocm_ops.core.op import Case, case_maker
 from vllm_rocm_ops.core.quantization import E5M2, MX_SCALES
-from vllm_rocm_ops.ops.shared.experts import FOUR_BIT, SCHEMES, is_packed
+from vllm_rocm_ops.ops.shared.experts import CONVERTED, SCHEMES, is_packed
 from vllm_rocm_ops.ops.shared.weight_layout import shuffle_weight
 
 CLAMPED = {"swiglu_limit": 0.5, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
@@ -96,29 +96,26 @@ def cases() -> Iterator[Case]:
     yield case("mx-clamped", 5, 3, 6, 128, 256, scheme="mx", shared_experts=1, **CLAMPED)
     yield case("mx-bias-interleaved", 3, 2, 4, 128, 160, scheme="mx", bias=True, interleaved=True, **CLAMPED)
     yield case("int8-static-bf16", 4, 2, 4, 144, 96, scheme="tensor", weights="int8", static=True)
-    converted = {kind: {"scheme": kind} for kind in FOUR_BIT} | {"mxfp8": {"scheme": "mx", "weight_only": True}}
-    for kind, given in converted.items():
-        of_kind = functools.partial(case, **given)
+    for kind, scheme in CONVERTED.items():
+        of_kind = functools.partial(case, scheme=kind)
         yield of_kind(kind, 3, 2, 8, 384, 128, shared_experts=1)
         yield of_kind(f"{kind}-m1", 1, 3, 7, 256, 256)
         yield of_kind(f"{kind}-m21", 21, 3, 5, 128, 256, mapped=True, ids=torch.int64)
         yield of_kind(f"{kind}-m17-one-expert", 17, 1, 3, 640, 128, one_expert=True)
         yield of_kind(f"{kind}-clamped", 3, 2, 4, 128, 640, bias=True, interleaved=True, **CLAMPED)
         yield of_kind(f"{kind}-on-input", 2, 1, 4, 128, 128, apply_router_weight_on_input=True, bias=True)
-    for kind in ("int4_32", "mxfp4", "mxfp8"):  # incomplete slices, and groups at the end of a row
-        of_kind = functools.partial(case, **converted[kind])
-        yield of_kind(f"{kind}-odd", 4, 2, 5, 224, 96, shared_experts=1)
-        yield of_kind(f"{kind}-odd-long", 2, 2, 3, 928, 32)
-        yield of_kind(f"{kind}-odd-clamped", 5, 2, 4, 96, 672, bias=True, interleaved=True, **CLAMPED)
-    for kind in ("mxfp4", "mxfp8"):
-        of_kind = functools.partial(case, **converted[kind])
-        yield of_kind(f"{kind}-extremes", 3, 2, 4, 160, 64, extremes=True, scale_dtype=MX_SCALES[1])
-        yield of_kind(f"{kind}-m65", 65, 1, 2, 64, 32)
+        if scheme.group == 32:  # incomplete slices, and groups at the end of a row
+            yield of_kind(f"{kind}-odd", 4, 2, 5, 224, 96, shared_experts=1)
+            yield of_kind(f"{kind}-odd-long", 2, 2, 3, 928, 32)
+            yield of_kind(f"{kind}-odd-clamped", 5, 2, 4, 96, 672, bias=True, interleaved=True, **CLAMPED)
+        if scheme.scales == MX_SCALES:
+            yield of_kind(f"{kind}-extremes", 3, 2, 4, 160, 64, extremes=True, scale_dtype=MX_SCALES[1])
+            yield of_kind(f"{kind}-m65", 65, 1, 2, 64, 32)
     yield case("int8-alone-tensor", 4, 2, 4, 144, 48, weights="int8", weight_only=True, scheme="tensor")
 
 
 def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp8_dtype) -> tuple:
-    kind, shared = (SCHEMES | FOUR_BIT)[given.get("scheme", "block")], given.get("shared_experts", 0)
+    kind, shared = SCHEMES[given.get("scheme", "block")], given.get("shared_experts", 0)
     out_dtype = given.get("out_dtype", torch.bfloat16)
     dtype = kind.weight_dtype(out_dtype, fp8_dtype)
     of_fp8 = {"int8": torch.int8, "e5m2": next(e5m2 for e5m2, e4m3 in E5M2.items() if e4m3 == fp8_dtype)}
@@ -200,7 +197,7 @@ def _inputs(m, topk, experts, hidden, intermediate, given, device, generator, fp
         shared,
         given.get("apply_router_weight_on_input", False),
         given.get("shuffled", False),
-        given.get("weight_only", False),
+        given.get("weight_only", kind.alone),
         *(randn(experts, size[0]).to(out_dtype) if given.get("bias") else None for size in sizes),
         given.get("swiglu_limit"),
         given.get("swiglu_alpha", 1.0),

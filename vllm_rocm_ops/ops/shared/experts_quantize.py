@@ -22,7 +22,7 @@ MAX_ROW_THREADS = 1024
 MAX_COLUMNS = MAX_ROW_THREADS * ROW_VECTORS * VECTOR  # with a scale per token
 
 
-class Rows(NamedTuple):
+class UnquantizedRows(NamedTuple):
     """[count, columns] in bf16 or fp16, with 16-byte aligned rows, a stride in elements, and a multiple of 8 columns."""
 
     buffer: Tensor | Workspace
@@ -47,7 +47,7 @@ class Activations(NamedTuple):
 
 
 def quantize(
-    x: Rows,
+    x: UnquantizedRows,
     weights: Scheme,
     static: Tensor | None,
     arch: Arch,
@@ -79,12 +79,12 @@ def quantize(
         "threads": threads,
     }
     symbol = f"{MODULE}_{'int8_' if to_int8 else ''}{kind}_{ELEMENTS[x.dtype]}"
-    launch = Launch(MODULE, symbol, (x.count, blocks_per_row, 1), (threads, 1, 1), fields("rows", args))
+    launch = Launch(MODULE, symbol, (x.count, blocks_per_row, 1), (threads, 1, 1), fields("problem", args))
     return Activations(values, x.columns, scale, *((groups, 1) if static is None else (0, 0))), launch
 
 
 def operand(
-    a, x: Rows, static: Tensor | None, arch: Arch, num_rows: Workspace | None = None
+    a, x: UnquantizedRows, static: Tensor | None, arch: Arch, num_rows: Workspace | None = None
 ) -> tuple[Activations, list[Launch]]:
     """Return x as a GEMM of fused_experts reads it, and the launch that quantizes it, if the weights need one."""
     dtype = activation_dtype(a)
@@ -98,7 +98,7 @@ def hidden_operand(a, arch: Arch) -> tuple[Activations, list[Launch]]:
     """Return the same for the op's argument `hidden`."""
     x, scale = a.hidden, a.hidden_scale
     if x.dtype in ELEMENTS:
-        return operand(a, Rows(x, *x.shape, x.stride(0), x.dtype), scale, arch)
+        return operand(a, UnquantizedRows(x, *x.shape, x.stride(0), x.dtype), scale, arch)
     row = 0 if scale.numel() == 1 else scale.shape[1]
     return Activations(x, x.stride(0), scale, row, int(scheme_of(a.w1, a.w1_scale).group > 0)), []
 

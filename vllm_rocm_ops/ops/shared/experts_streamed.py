@@ -15,13 +15,14 @@ from vllm_rocm_ops.ops.shared.experts import (
     expected_tiles,
     intermediate,
     is_plain,
+    routing_arguments,
     scale_strides,
     scheme_of,
     slots,
     swiglu_arguments,
     weight_strides,
 )
-from vllm_rocm_ops.ops.shared.experts_quantize import Activations, Rows, hidden_operand, operand, quantizing
+from vllm_rocm_ops.ops.shared.experts_quantize import Activations, UnquantizedRows, hidden_operand, operand, quantizing
 from vllm_rocm_ops.ops.shared.gemm import BLOCK, OUT_TYPES
 from vllm_rocm_ops.ops.shared.rowwise import ELEMENTS
 from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES
@@ -153,7 +154,7 @@ def launches(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]
     if config.quantizes:
         activation, quantize_act = Activations(act, inner, a.act_scale, _row_scales(a)), []
     else:
-        rows = Rows(act, pairs, inner, inner, a.out_dtype)
+        rows = UnquantizedRows(act, pairs, inner, inner, a.out_dtype)
         activation, quantize_act = operand(a, rows, a.act_scale, arch, num_rows)
     tiles = inner // GATE_UP_ROWS
     blocks = min(pairs * tiles, RESIDENT["gate_up"] * arch.compute_units)
@@ -180,8 +181,7 @@ def _product(
     work_per_item: int,
 ) -> Launch:
     """Return the launch of one of the two GEMMs."""
-    experts, rows, _ = weight.shape
-    m, size = a.hidden.shape[0], weight.element_size()
+    m, rows, size = a.hidden.shape[0], weight.shape[1], weight.element_size()
     scale_size = 0 if scale is None else scale.element_size()
     scale_expert, scale_row = (scale_size * n for n in scale_strides(weight, scale))
     tile, row, vector = weight_strides(a, weight)
@@ -194,11 +194,10 @@ def _product(
         "counters": Counters(grid[0]) if splits else None,
         "scale_a": tokens.scale,
         "scale_b": scale,
-        "ids": a.topk_ids,
+        **routing_arguments(a),
         "router": a.topk_weights,
         "lists": lists,
         "num_rows": num_rows,
-        "expert_map": a.expert_map,
         "expert_bytes": weight.stride(0) * size,
         "expert_scales": scale_expert,
         "token_bytes": tokens.row_bytes,
@@ -211,11 +210,6 @@ def _product(
         "pairs": m * slots(a),
         "scale_a_row": tokens.scale_row * scale_size,
         "scale_b_row": scale_row,
-        "topk": a.topk_ids.shape[1],
-        "shared": a.shared_experts,
-        "routed": experts - a.shared_experts,
-        "mapped": 0 if a.expert_map is None else len(a.expert_map),
-        "id_words": a.topk_ids.element_size() // 4,
         "per_slot": 2**20 // slots(a) + 1,
         "out_type": OUT_TYPES[a.out_dtype],
         "apply_weights": int(a.apply_router_weight_on_input == (name == "gate_up")),
@@ -226,7 +220,8 @@ def _product(
     }
     quantizes, more = name == "down_quant", {}
     lds = _gate_up_lds(a) if name == "gate_up" else _down_lds(a, quantizes)
-    kind = "mxfp8" if a.weight_only else scheme_of(weight, scale).infix("static" if quantizes else "row", weight.dtype)
+    scheme = scheme_of(weight, scale, a.weight_only)
+    kind = scheme.infix("static" if quantizes else "row", weight.dtype)
     if name == "gate_up" and not is_plain(a):
         name, more = "gate_up_clamped", swiglu_arguments(a)
     elif name == "down" and a.w2_bias is not None:

@@ -19,6 +19,7 @@ from vllm_rocm_ops.ops.shared.experts import (
     expected_tiles,
     intermediate,
     is_plain,
+    routing_arguments,
     scale_strides,
     scheme_of,
     slots,
@@ -28,7 +29,7 @@ from vllm_rocm_ops.ops.shared.experts import (
 from vllm_rocm_ops.ops.shared.experts_quantize import (
     MAX_COLUMNS,
     Activations,
-    Rows,
+    UnquantizedRows,
     hidden_operand,
     operand,
     quantizing,
@@ -140,22 +141,13 @@ def launches(config: TiledConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     if m == 0:
         return []
     pairs, experts = m * slots(a), len(a.w1)
-    routing = {
-        "ids": a.topk_ids,
-        "expert_map": a.expert_map,
-        "tokens": m,
-        "topk": topk,
-        "shared": a.shared_experts,
-        "routed": experts - a.shared_experts,
-        "mapped": 0 if a.expert_map is None else len(a.expert_map),
-        "id_words": a.topk_ids.element_size() // 4,
-    }
+    routing = {**routing_arguments(a), "tokens": m}
     max_tiles = min(pairs, pairs // config.tokens + experts)
     order, tiles = Workspace(pairs * 4), Workspace((1 + max_tiles) * 16)
     args = {"routing": routing, "sorted": order, "tiles": tiles, "experts": experts, "tile": config.tokens}
     threads = SORT_THREADS[m * topk > FEW_IDS * experts]
     sort = Launch(MODULE, f"{MODULE}_sort_{threads}", (experts, 1, 1), (threads, 1, 1), fields("sort", args))
-    act = Rows(Workspace(pairs * inner * a.out_dtype.itemsize), pairs, inner, inner, a.out_dtype)
+    act = UnquantizedRows(Workspace(pairs * inner * a.out_dtype.itemsize), pairs, inner, inner, a.out_dtype)
     results = Workspace(pairs * h * 4)
     tokens, quantize_hidden = hidden_operand(a, arch)
     activations, quantize_act = operand(a, act, a.act_scale, arch, tiles)  # tiles begin with the number of rows

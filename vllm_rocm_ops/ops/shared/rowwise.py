@@ -376,7 +376,12 @@ class Cases:
                 return torch.tensor([override], device=device)
             return override if name in given else inspect.signature(self.reference).parameters[name].default
 
-        return tuple(value(name) for name in self.parameters)
+        values = {name: value(name) for name in self.parameters}
+        return tuple((values | self.more(shape, dtype, fill, given, device, generator)).values())
+
+    def more(self, shape, dtype, fill: Fill, given, device: str, generator) -> dict[str, Tensor]:
+        """Return arguments that only some ops have."""
+        return {}
 
 
 def far_from_zero(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

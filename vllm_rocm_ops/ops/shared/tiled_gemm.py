@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_rocm_ops.core.arch import Arch, BlockScaledCosts
 from vllm_rocm_ops.core.launch import Launch, fields
-from vllm_rocm_ops.ops.shared import skinny_gemm
+from vllm_rocm_ops.ops.shared import gemm, skinny_gemm
 from vllm_rocm_ops.ops.shared.gemm import PANEL, Operand, Product, divisor
 from vllm_rocm_ops.ops.shared.weight_layout import FRAGMENT_BYTES, FRAGMENT_ROWS, STEP
 
@@ -41,7 +41,10 @@ def is_for(a: Operand) -> bool:
 
 
 def can_implement(a: Operand, b: Operand) -> Iterator[tuple[str, bool]]:
-    """Yield the rules that tiled kernels add to the skinny ones'."""
+    """Yield the rules of skinny kernels, and for many tokens those that tiled ones add."""
+    yield from gemm.can_implement(a, b)
+    if not is_for(a):
+        return
     for name, operand, rows in (("a", a, max(t for t, _ in TILES)), ("b", b, max(r for _, r in TILES))):
         reach = rows * (operand.stride or operand.k) + operand.k
         yield f"{rows} rows of {name} span less than 2 GB", reach < 2**31

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
-from vllm_rocm_ops.core.tensors import aligned
+from vllm_rocm_ops.core.tensors import aligned, row_stride
 from vllm_rocm_ops.ops.shared import gemm, skinny_gemm
 from vllm_rocm_ops.ops.shared.skinny_gemm import SkinnyConfig
 
@@ -82,29 +85,43 @@ def cost(config: SkinnyConfig, of: Sizes, arch: Arch) -> dict[str, float]:
     return terms
 
 
-def rules(a) -> Iterator[tuple[str, bool]]:
-    """Yield each rule of the kernels about tokens `x` and `bias`, and whether it holds."""
-    rows = gemm.activations(a.x)
+def rules(a, m: int, n: int, k: int, limits: dict[str, tuple[int, ...]], arch: Arch) -> Iterator[tuple[str, bool]]:
+    """Yield each rule of the kernels about sizes, tokens `x` and `bias`, and whether it holds; `limits` are TOKENS of their file."""
+    rows, most = gemm.activations(a.x), limits[arch.vendor][-1]
+    yield "x is bfloat16", a.x.dtype == torch.bfloat16
+    yield f"M is at most {most} on {arch.vendor.upper()}", m <= most
+    yield "N and K are at least 1, N below 2^30, K below 2^24", 0 < n < 2**30 and 0 < k < 2**24
     yield "rows of x have one stride, a multiple of 16 bytes below 32 MB", gemm.is_stride(rows.stride) and aligned(a.x)
     yield "bias is contiguous", a.bias is None or a.bias.is_contiguous()
 
 
-def launch(
+def launches(
     module: str,
     kind: object,
-    limits: tuple[int, ...],
-    product: gemm.Product,
+    limits: dict[str, tuple[int, ...]],
+    out: Tensor,
+    a,
     config: SkinnyConfig,
     of: Sizes,
     arch: Arch,
     **more: int,
-) -> Launch:
+) -> list[Launch]:
     """Return the launch of a kernel of this kind, for the smallest of the token limits that suffices, with `more` arguments.
 
-    A block has the partial sums of at most two tiles.
+    A block has the partial sums of at most two tiles. Without tokens there is no launch.
     """
-    tokens = kernel_tokens(limits, of.m)
+    if of.m == 0:
+        return []
+    weight = gemm.Operand(a.weight, of.n, 2 * of.k, row_stride(a.weight) * a.weight.element_size())
+    product = gemm.Product(out, gemm.activations(a.x), weight, scale_b=(a.scale, row_stride(a.scale)), bias=a.bias)
+    tokens = kernel_tokens(limits[arch.vendor], of.m)
     partial_bytes = 0 if config.split_k == 1 else config.blocks * 2 * config.rows * tokens * 4
     args = skinny_gemm.arguments(product, division(config, of), config.blocks, partial_bytes)
     grid, block = (config.blocks, 1, 1), (WAVES * arch.wave_lanes, 1, 1)
-    return Launch(module, f"{module}_{kind}_wave_splitk_{tokens}", grid, block, fields("problem", args | more))
+    return [Launch(module, f"{module}_{kind}_wave_splitk_{tokens}", grid, block, fields("problem", args | more))]
+
+
+def tokens_of(tokens: int | tuple[int, ...], k: int, given: dict, generator: torch.Generator) -> Tensor:
+    """Return the tokens of a case, float32: normal values, or small ones with spikes."""
+    x = torch.randn(*(tokens if isinstance(tokens, tuple) else (tokens,)), k, generator=generator)
+    return gemm.with_spikes(x) if given.get("spikes") else x

@@ -18,9 +18,9 @@ import torch
 from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.quantization import BLOCKS, MX_SCALES, TOKEN, UNQUANTIZED
 from vllm_rocm_ops.models import arguments as model_arguments
-from vllm_rocm_ops.models.config import MX_ALONE
+from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.ops import fused_experts
-from vllm_rocm_ops.ops.shared.experts import FOUR_BIT, columns_of
+from vllm_rocm_ops.ops.shared.experts import CONVERTED, columns_of
 from vllm_rocm_ops.ops.shared.inputs import Inputs
 from vllm_rocm_ops.tools.bench.baselines import Baseline, of_experts
 from vllm_rocm_ops.tools.bench.baselines import experts as vllm_experts
@@ -74,9 +74,11 @@ FOUR_BIT_SHARES = {
     "qwen3-30b-a3b": (SHARES["qwen3-30b-a3b"], "int4_128"),
     "qwen3-235b-a22b": (Share(128, 128, 8, 4096, 1536), "int4_128"),
     "gpt-oss-120b": (SHARES["gpt-oss-120b"], "mxfp4"),
-    "minimax-m3-tp4": (Share(128, 128, 4, 6144, 768), MX_ALONE),
+    "minimax-m3-tp4": (Share(128, 128, 4, 6144, 768), "mxfp8"),
 }
 """Shares with INT4, MXFP4 or MX-FP8 weights and bf16 tokens, and their quantization."""
+_timed = {quantization for _, quantization in FOUR_BIT_SHARES.values()}
+FOUR_BIT_SHARES |= {name: (SHARES["qwen3-30b-a3b"], name) for name in CONVERTED if name not in _timed}
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ def arguments_of(m: int, inputs: Inputs, share: Share, quantization: str) -> tup
         given["expert_map"] = torch.where(a.expert_map < share.routed, a.expert_map, -1)
     for weight, scale in ((a.w1, a.w1_scale), (a.w2, a.w2_scale)):
         factor = columns_of(weight) ** -0.5
-        if quantization in FOUR_BIT:
-            factor /= FOUR_BIT[quantization].numbers(torch.arange(256, dtype=torch.uint8)).std().item()
+        if numbers := EXPERTS[quantization].numbers:
+            factor /= numbers(torch.arange(256, dtype=torch.uint8)).std().item()
         if scale is not None and scale.dtype in MX_SCALES:
             scale.add_(round(math.log2(factor)))
         else:

@@ -141,7 +141,7 @@ def silu_and_mul(linear: torch.nn.Module, key: QuantKey | None, x: torch.Tensor,
         scale = linear.input_scale
         data = op.call(x, *gate, scale, QUANT_DTYPE)
     elif key == MX:
-        return mxfp8_linear.Rows(*op.call(x, *gate), x.dtype)
+        return mxfp8_linear.QuantizedRows(*op.call(x, *gate), x.dtype)
     elif key == kFp8DynamicTokenSym:
         upper_bound = getattr(linear, "input_scale_ub", None)
         data, scale = op.call(x, *gate, QUANT_DTYPE, upper_bound)

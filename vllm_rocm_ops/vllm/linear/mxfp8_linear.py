@@ -5,7 +5,8 @@ other calls (base.py). A prepared weight may have one row of scales per 32 rows,
 multiplies bf16 inputs (mx_weights.py).
 
 vLLM's op quantizes the input before either, where a compiled graph shows it to rewrite.py. vLLM's kernel quantizes
-inside. Given `Rows`, it skips that. The activation of a shared expert with a gate, which is in no graph, hands `Rows` to the layer.
+inside. Given `QuantizedRows`, it skips that. The activation of a shared expert with a gate, which is in no graph, hands
+them to the layer.
 """
 
 import functools
@@ -31,14 +32,14 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.vllm.mxfp8_quantize(x, False, 0)
 
 
-class Rows:
+class QuantizedRows:
     """A quantized input, which vLLM's kernel does not quantize again: `values` [M, K] and `scale` [M, K / 32]."""
 
     def __init__(self, values: Tensor, scale: Tensor, dtype: torch.dtype):
         self.values, self.scale, self.dtype = values, scale, dtype
         self.shape, self.device = values.shape, values.device
 
-    def reshape(self, *shape: int) -> "Rows":
+    def reshape(self, *shape: int) -> "QuantizedRows":
         """Return self: the rows are two-dimensional already."""
         return self
 
@@ -47,11 +48,11 @@ class Rows:
 
 
 def accepting_rows(quantize: Callable) -> Callable:
-    """Wrap vLLM's quantization so that it returns the values and scales of `Rows`, and quantizes tensors."""
+    """Wrap vLLM's quantization so that it returns the values and scales of `QuantizedRows`, and quantizes tensors."""
 
     @functools.wraps(quantize)
     def wrapped(x, *arguments, **keywords):
-        return (x.values, x.scale) if isinstance(x, Rows) else quantize(x, *arguments, **keywords)
+        return (x.values, x.scale) if isinstance(x, QuantizedRows) else quantize(x, *arguments, **keywords)
 
     return wrapped
 
@@ -84,7 +85,9 @@ class Mxfp8Linear(linear_base.Linear):
 
     def baseline(self, a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
         layer = types.SimpleNamespace(weight=weight, weight_scale=weight_scale)
-        return linear_base.baseline_named(baseline_name).apply_weights(layer, Rows(a, scale_a, out_dtype), bias)
+        return linear_base.baseline_named(baseline_name).apply_weights(
+            layer, QuantizedRows(a, scale_a, out_dtype), bias
+        )
 
     def op_arguments(self, a, scale_a, weight, weight_scale, bias, out_dtype, baseline_name):
         return a, weight, scale_a, weight_scale, out_dtype, bias
@@ -187,7 +190,7 @@ def install() -> None:
             if not serves or linear_base.baseline_serves(self, x):
                 return self.baseline.apply_weights(layer, x, bias)
             weight, weight_scale = layer.weight, layer.weight_scale
-            a, scale_a = (x.values, x.scale) if isinstance(x, Rows) else quantize(x.reshape(-1, x.shape[-1]))
+            a, scale_a = (x.values, x.scale) if isinstance(x, QuantizedRows) else quantize(x.reshape(-1, x.shape[-1]))
             if self.baseline is None:
                 output = torch.ops.vllm_rocm_ops.mxfp8_scaled_mm(a, weight, scale_a, weight_scale, x.dtype, bias)
             else:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core.quantization import STATIC, TENSOR, UNQUANTIZED
-from vllm_rocm_ops.models.config import EXPERTS, MX_ALONE
+from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.models.layers import DELTA_NET, GATED_NORM, GATES, PREFILL
 from vllm_rocm_ops.ops.shared.gemm import HALVES
 from vllm_rocm_ops.vllm import coverage, seam
@@ -284,8 +284,7 @@ def experts(step: Step, runner: torch.nn.Module, hidden: Tensor, logits: Tensor,
     made = hidden.new_empty(hidden.shape)
     cls = getattr(routed.quant_method, "experts_cls", None)
     w1, total = expert_support.first_weight(routed), runner.moe_config.num_experts
-    topk, quantization = runner.moe_config.experts_per_token, scheme(routed)
-    quantization = MX_ALONE if getattr(cls, "weight_only", False) else quantization
+    topk, quantization = runner.moe_config.experts_per_token, scheme(routed, getattr(cls, "weight_only", False))
     if topk > total:
         raise ValueError(f"{topk} experts per token of {total}")
     is_ours = getattr(cls, "__name__", "").startswith("RocmOps") and quantization is not None
@@ -353,7 +352,7 @@ def rest_of(config) -> tuple:
     return rest if rest != (False, False, None, 1.0, 0.0, False) else ()
 
 
-def scheme(routed: torch.nn.Module) -> str | None:
+def scheme(routed: torch.nn.Module, weight_only: bool) -> str | None:
     """Return the quantization of a layer of experts as the plugin's experts know it."""
     w1, names = expert_support.first_weight(routed), ("w13_weight_scale_inv", "w13_weight_scale", "w13_scales")
     scale = next((given for given in (getattr(routed, name, None) for name in names) if given is not None), None)
@@ -361,7 +360,7 @@ def scheme(routed: torch.nn.Module) -> str | None:
         return UNQUANTIZED if w1.dtype in HALVES else None
     if w1.dtype == torch.int32:  # of four-bit weights, before loading ends
         w1 = w1.view(torch.uint8)
-    operands = w1.shape, w1.dtype, scale.shape, scale.dtype
+    operands = w1.shape, w1.dtype, scale.shape, scale.dtype, weight_only
     known = [kind for kind, scheme in EXPERTS.items() if scheme.rows and scheme.fits(*operands)]
     if known:
         return known[0]

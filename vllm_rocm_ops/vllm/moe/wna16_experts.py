@@ -7,7 +7,7 @@ vLLM: AWQ (zero points), act-order, and layers that it gives to another backend 
 
 import torch
 
-from vllm_rocm_ops.ops.shared.experts import FOUR_BIT
+from vllm_rocm_ops.ops.shared.experts import CONVERTED
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.moe import base as experts
 from vllm_rocm_ops.vllm.moe.expert_support import log_unsupported
@@ -55,7 +55,7 @@ def unsupported(config, quant_config, may_have_zp: bool) -> str:
         return "INT4 with zero points"
     if group is None:
         return "INT4 in groups that differ by layer"
-    if not any(group == scheme.group for scheme in FOUR_BIT.values() if torch.bfloat16 in scheme.scales):
+    if not any(group == scheme.group for scheme in CONVERTED.values() if torch.bfloat16 in scheme.scales):
         return f"INT4 in groups of {group}"
     sizes = config.hidden_dim, config.intermediate_size_per_partition
     if any(size % group for size in sizes):
