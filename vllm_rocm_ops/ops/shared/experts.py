@@ -123,7 +123,7 @@ SCHEMES = {
         Scheme("mxfp8", (torch.float8_e4m3fn,), 1, MX_BLOCK, MX_SCALES, alone=True),
     )
 }
-"""What cases, arguments of a model's layers, shapes to time and kernels' names know of formats."""
+"""The formats of experts' weights, which cases, arguments of a model's layers, shapes to time and kernels' names ask."""
 CONVERTED = {name: scheme for name, scheme in SCHEMES.items() if scheme.converted}
 MEANINGS = {
     "hidden": "[M, H], bf16 or fp16, bf16 for 4-bit weights; or already quantized, e4m3 or int8, with hidden_scale.",
@@ -133,7 +133,7 @@ MEANINGS = {
     "w1_scale": "float32 [E] (per tensor), [E, N] (per channel) or [E, ceil(N / 128), ceil(K / 128)] (per block); uint8\n"
     "        or float8_e8m0fnu [E, N, K / 32] for MX-FP8 and MXFP4; bf16 [E, N, K / 32] or [E, N, K / 128] for INT4. int8 has\n"
     "        no block scales.",
-    "weight_only": "W8A16: 8-bit weights, activations stay bf16 or fp16, bf16 with MX-FP8, whose NaN is 480 on gfx942.",
+    "weight_only": "W8A16: 8-bit weights, activations stay bf16 or fp16, bf16 with MX-FP8, whose NaN is 480 in e4m3fnuz.",
 }
 """Arguments of `fused_experts` whose texts depend on formats."""
 
