@@ -236,8 +236,9 @@ def test_only_steps_of_decode_rows_are_served(made):
     """Decodes beside drafts come as prefills; a step of prefills has no decode."""
     plain, drafting = made(), made(drafts=2)
     assert layers.requests_of(step(plain)).slots.shape == (3, 1)
-    slots, accepted, starts = layers.requests_of(step(drafting))
-    assert slots.shape == (3, 3) and accepted.tolist() == [2, 2, 2] and starts.tolist() == [0, 3, 6, 9]
+    given = torch.tensor([1, 2, 3], dtype=torch.int32)
+    slots, accepted, starts = layers.requests_of(step(drafting, num_accepted_tokens=given))
+    assert slots.shape == (3, 3) and accepted.tolist() == [1, 2, 3] and starts.tolist() == [0, 3, 6, 9]
     for part, changed in (
         (plain, {"num_prefills": 1}),
         (plain, {"num_decodes": 0}),
