@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +19,7 @@ from vllm_rocm_ops.emulator.objects import CodeObject, KernelObject
 from vllm_rocm_ops.ops.shared import gemm
 
 ROWS = sorted(
-    {
-        name.rpartition(".")[2]
-        for o in op.registered()
-        if hasattr(sys.modules[name := o.reference.__module__], "rowwise")
-    }
+    {Path(o.reference.__code__.co_filename).stem for o in op.registered() if "rowwise" in o.reference.__globals__}
     - {
         "batched_gemm",
         "mla_norm_rope_and_cache",

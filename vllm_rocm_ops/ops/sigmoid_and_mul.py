@@ -46,18 +46,61 @@ def _cases(make: rowwise.Cases) -> Iterator[Case]:
     yield make.case("heads-of-96-general", (3, 384), head_size=96, padding=1)
 
 
-sigmoid_and_mul_quant, sigmoid_and_mul_per_token_quant, sigmoid_and_mul_per_block_quant, sigmoid_and_mul_mxfp8_quant = (
-    gated.quantized_ops(
-        functools.partial(gated.op, module="sigmoid_and_mul", cases=_cases, meanings=MEANINGS),
-        _product,
-        "Multiply input by the sigmoid of the gate",
-        "Multiply input by the sigmoid of the gate",
-        (
-            "The output gate of vLLM's Qwen3NextAttention and `static_scaled_fp8_quant`, in one launch.",
-            "The output gate of vLLM's Qwen3NextAttention and `dynamic_per_token_scaled_fp8_quant`, in one launch.",
-            "The output gate of vLLM's Qwen3NextAttention and `per_token_group_quant_fp8`, in one launch.",
-            "The output gate of vLLM's Qwen3NextAttention and `mxfp8_quantize`, in one launch.",
-        ),
-        MEANINGS,
-    )
-)
+_op = functools.partial(gated.op, module="sigmoid_and_mul", cases=_cases, meanings=MEANINGS)
+
+
+@_op
+def sigmoid_and_mul_quant(input: Tensor, gate: Tensor, scale: Tensor, quant_dtype: torch.dtype) -> Tensor:
+    """Multiply input by the sigmoid of the gate, then quantize to FP8 with a static scale.
+
+    Source:
+        The output gate of vLLM's Qwen3NextAttention and `static_scaled_fp8_quant`, in one launch.
+    """
+    product = _product(input, gate).to(input.dtype)
+    return quantization.static(rowwise.exact(product), scale, quant_dtype)
+
+
+@_op
+def sigmoid_and_mul_per_token_quant(
+    input: Tensor, gate: Tensor, quant_dtype: torch.dtype, scale_ub: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Multiply input by the sigmoid of the gate in float32, then quantize to FP8 with one dynamic scale per row.
+
+    Source:
+        The output gate of vLLM's Qwen3NextAttention and `dynamic_per_token_scaled_fp8_quant`, in one launch.
+    """
+    return quantization.per_token(_product(input, gate), quant_dtype, scale_ub)
+
+
+@_op
+def sigmoid_and_mul_per_block_quant(
+    input: Tensor,
+    gate: Tensor,
+    quant_dtype: torch.dtype,
+    group_size: int = 128,
+    is_scale_transposed: bool = False,
+    scale_ub: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Multiply input by the sigmoid of the gate in float32, then quantize to FP8 per `group_size` columns.
+
+    Args:
+        scale_ub: float32, one element: upper bound of the scale, or None.
+
+    Source:
+        The output gate of vLLM's Qwen3NextAttention and `per_token_group_quant_fp8`, in one launch.
+    """
+    y = _product(input, gate)
+    return gated.per_block(y, input, quant_dtype, group_size, is_scale_transposed, scale_ub)
+
+
+@_op
+def sigmoid_and_mul_mxfp8_quant(input: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply input by the sigmoid of the gate in float32, then quantize to MX-FP8 with one e8m0 scale per 32 columns.
+
+    Args:
+        input: [..., hidden], bf16 or fp16, hidden a multiple of 32; rows may be strided.
+
+    Source:
+        The output gate of vLLM's Qwen3NextAttention and `mxfp8_quantize`, in one launch.
+    """
+    return rowwise.mx(_product(input, gate))

@@ -9,13 +9,13 @@ the cast.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.ops.shared import gated, rowwise
 
@@ -35,7 +35,7 @@ MEANINGS = gated.MEANINGS | {
 }
 
 
-def _product(input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
+def _product(input: Tensor, limit: float, alpha: float, beta: float) -> Tensor:
     """Return the activation, unrounded."""
     gate, up = rowwise.exact(input).chunk(2, -1)
     return gated.activated(gate, up, limit, alpha, beta)
@@ -65,14 +65,8 @@ def _cases(make: rowwise.Cases) -> Iterator[Case]:
     yield usual.case("negative-alpha", (2, 512), torch.float16, alpha=-0.5, beta=-2.0)
 
 
-_op = functools.partial(
-    gated.op,
-    module="silu_and_mul_with_clamp",
-    further=_further,
-    contract=_contract,
-    cases=_cases,
-    meanings=MEANINGS,
-)
+def _op(reference: Callable):
+    return gated.op(reference, "silu_and_mul_with_clamp", _further, _contract, _cases, MEANINGS)
 
 
 @_op
@@ -85,20 +79,68 @@ def silu_and_mul_with_clamp(input: Tensor, limit: float, alpha: float = 1.0, bet
     return _product(input, limit, alpha, beta).to(input.dtype)
 
 
-(
-    silu_and_mul_with_clamp_quant,
-    silu_and_mul_with_clamp_per_token_quant,
-    silu_and_mul_with_clamp_per_block_quant,
-    silu_and_mul_with_clamp_mxfp8_quant,
-) = gated.quantized_ops(
-    _op,
-    _product,
-    "Apply `silu_and_mul_with_clamp`",
-    "Compute `silu_and_mul_with_clamp`",
-    (
-        "vLLM's SiluAndMulWithClamp and `static_scaled_fp8_quant`, in one launch.",
-        "vLLM's SiluAndMulWithClamp and `dynamic_per_token_scaled_fp8_quant`, in one launch.",
-        "vLLM's SiluAndMulWithClamp, with the quantization of `silu_and_mul_per_block_quant`.",
-        "vLLM's swiglu_oai_quantize_mxfp8; the inputs of `mxfp8_scaled_mm`.",
-    ),
-)
+@_op
+def silu_and_mul_with_clamp_quant(
+    input: Tensor, limit: float, scale: Tensor, quant_dtype: torch.dtype, alpha: float = 1.0, beta: float = 0.0
+) -> Tensor:
+    """Apply `silu_and_mul_with_clamp`, then quantize to FP8 with a static scale.
+
+    Source:
+        vLLM's SiluAndMulWithClamp and `static_scaled_fp8_quant`, in one launch.
+    """
+    return quantization.static(rowwise.exact(_product(input, limit, alpha, beta).to(input.dtype)), scale, quant_dtype)
+
+
+@_op
+def silu_and_mul_with_clamp_per_token_quant(
+    input: Tensor,
+    limit: float,
+    quant_dtype: torch.dtype,
+    scale_ub: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute `silu_and_mul_with_clamp` in float32, then quantize to FP8 with one dynamic scale per row.
+
+    Source:
+        vLLM's SiluAndMulWithClamp and `dynamic_per_token_scaled_fp8_quant`, in one launch.
+    """
+    return quantization.per_token(_product(input, limit, alpha, beta), quant_dtype, scale_ub)
+
+
+@_op
+def silu_and_mul_with_clamp_per_block_quant(
+    input: Tensor,
+    limit: float,
+    quant_dtype: torch.dtype,
+    group_size: int = 128,
+    is_scale_transposed: bool = False,
+    scale_ub: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute `silu_and_mul_with_clamp` in float32, then quantize to FP8 per `group_size` columns.
+
+    Args:
+        scale_ub: float32, one element: upper bound of the scale, or None.
+
+    Source:
+        vLLM's SiluAndMulWithClamp, with the quantization of `silu_and_mul_per_block_quant`.
+    """
+    y = _product(input, limit, alpha, beta)
+    return gated.per_block(y, input, quant_dtype, group_size, is_scale_transposed, scale_ub)
+
+
+@_op
+def silu_and_mul_with_clamp_mxfp8_quant(
+    input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Compute `silu_and_mul_with_clamp` in float32, then quantize to MX-FP8 with one e8m0 scale per 32 columns.
+
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16, hidden a multiple of 32: gate, then up; rows may be strided.
+
+    Source:
+        vLLM's swiglu_oai_quantize_mxfp8; the inputs of `mxfp8_scaled_mm`.
+    """
+    return rowwise.mx(_product(input, limit, alpha, beta))

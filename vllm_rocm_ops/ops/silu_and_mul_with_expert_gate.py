@@ -9,12 +9,12 @@ dynamic quantization reads the unrounded result. NaN propagates up to the cast.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.core.tensors import aligned, describe, row_stride
 from vllm_rocm_ops.ops.shared import gated, rowwise
@@ -96,15 +96,9 @@ def _cases(make: rowwise.Cases) -> Iterator[Case]:
         yield make.case("tp8", (4, 64), columns=2048)
 
 
-_op = functools.partial(
-    gated.op,
-    module="silu_and_mul_with_expert_gate",
-    further=_further,
-    contract=_contract,
-    cases=_cases,
-    meanings=MEANINGS,
-    rules=_can_implement,
-)
+def _op(reference: Callable):
+    further = {"further": _further, "contract": _contract, "rules": _can_implement}
+    return gated.op(reference, "silu_and_mul_with_expert_gate", **further, cases=_cases, meanings=MEANINGS)
 
 
 @_op
@@ -117,20 +111,63 @@ def silu_and_mul_with_expert_gate(input: Tensor, tokens: Tensor, expert_gate: Te
     return _product(input, tokens, expert_gate).to(input.dtype)
 
 
-(
-    silu_and_mul_with_expert_gate_quant,
-    silu_and_mul_with_expert_gate_per_token_quant,
-    silu_and_mul_with_expert_gate_per_block_quant,
-    silu_and_mul_with_expert_gate_mxfp8_quant,
-) = gated.quantized_ops(
-    _op,
-    _product,
-    "Apply `silu_and_mul_with_expert_gate`",
-    "Compute `silu_and_mul_with_expert_gate`",
-    (
-        "vLLM's Qwen2MoeMLP and `static_scaled_fp8_quant`, in one launch.",
-        "vLLM's Qwen2MoeMLP and `dynamic_per_token_scaled_fp8_quant`, in one launch.",
-        "vLLM's Qwen2MoeMLP, with the quantization of `silu_and_mul_per_block_quant`.",
-        "vLLM's Qwen2MoeMLP and `mxfp8_quantize`, in one launch.",
-    ),
-)
+@_op
+def silu_and_mul_with_expert_gate_quant(
+    input: Tensor, tokens: Tensor, expert_gate: Tensor, scale: Tensor, quant_dtype: torch.dtype
+) -> Tensor:
+    """Apply `silu_and_mul_with_expert_gate`, then quantize to FP8 with a static scale.
+
+    Source:
+        vLLM's Qwen2MoeMLP and `static_scaled_fp8_quant`, in one launch.
+    """
+    product = _product(input, tokens, expert_gate).to(input.dtype)
+    return quantization.static(rowwise.exact(product), scale, quant_dtype)
+
+
+@_op
+def silu_and_mul_with_expert_gate_per_token_quant(
+    input: Tensor, tokens: Tensor, expert_gate: Tensor, quant_dtype: torch.dtype, scale_ub: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `silu_and_mul_with_expert_gate` in float32, then quantize to FP8 with one dynamic scale per row.
+
+    Source:
+        vLLM's Qwen2MoeMLP and `dynamic_per_token_scaled_fp8_quant`, in one launch.
+    """
+    return quantization.per_token(_product(input, tokens, expert_gate), quant_dtype, scale_ub)
+
+
+@_op
+def silu_and_mul_with_expert_gate_per_block_quant(
+    input: Tensor,
+    tokens: Tensor,
+    expert_gate: Tensor,
+    quant_dtype: torch.dtype,
+    group_size: int = 128,
+    is_scale_transposed: bool = False,
+    scale_ub: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `silu_and_mul_with_expert_gate` in float32, then quantize to FP8 per `group_size` columns.
+
+    Args:
+        scale_ub: float32, one element: upper bound of the scale, or None.
+
+    Source:
+        vLLM's Qwen2MoeMLP, with the quantization of `silu_and_mul_per_block_quant`.
+    """
+    y = _product(input, tokens, expert_gate)
+    return gated.per_block(y, input, quant_dtype, group_size, is_scale_transposed, scale_ub)
+
+
+@_op
+def silu_and_mul_with_expert_gate_mxfp8_quant(
+    input: Tensor, tokens: Tensor, expert_gate: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute `silu_and_mul_with_expert_gate` in float32, then quantize to MX-FP8 with one e8m0 scale per 32 columns.
+
+    Args:
+        input: [..., 2 * hidden], bf16 or fp16, hidden a multiple of 32: gate, then up; rows may be strided.
+
+    Source:
+        vLLM's Qwen2MoeMLP and `mxfp8_quantize`, in one launch.
+    """
+    return rowwise.mx(_product(input, tokens, expert_gate))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -44,76 +44,6 @@ def per_block(
         scale = quantization.at_least_minimum(scale.fmin(scale_ub.to(scale.dtype).reshape(())), quant_dtype)
     scales = rowwise.scales(input, rows_of(input), y.shape[-1] // group_size, is_scale_transposed)
     return quantization.cast(groups / scale, quant_dtype).flatten(-2), scales.copy_(scale.view(scales.shape))
-
-
-_EMPTY, _KIND = inspect.Parameter.empty, inspect.Parameter.POSITIONAL_OR_KEYWORD
-SCALE_BOUND = "float32, one element: upper bound of the scale, or None."
-_DTYPE, _BOUND = {"quant_dtype": ("torch.dtype", _EMPTY)}, {"scale_ub": ("Tensor | None", None)}
-_BLOCKS = {"group_size": ("int", 128), "is_scale_transposed": ("bool", False)}
-FORMS = {
-    "quant": ({"scale": ("Tensor", _EMPTY), **_DTYPE}, "to FP8 with a static scale"),
-    "per_token_quant": ({**_DTYPE, **_BOUND}, "to FP8 with one dynamic scale per row"),
-    "per_block_quant": ({**_DTYPE, **_BLOCKS, **_BOUND}, "to FP8 with one dynamic scale per `group_size` columns"),
-    "mxfp8_quant": ({}, "to MX-FP8 with one e8m0 scale per 32 columns"),
-}
-"""The quantizations of a gated op's result, by the end of a name: arguments with types and defaults, and words."""
-
-
-def quantized_ops(
-    op: Callable[[Callable], Op],
-    product: Callable[..., Tensor],
-    applies: str,
-    computes: str,
-    sources: tuple[str, ...],
-    meanings: Mapping[str, str] = MEANINGS,
-    rounded: Callable[..., Tensor] | None = None,
-) -> Iterator[Op]:
-    """Yield an op for each of FORMS, which `op` makes of its reference.
-
-    Dynamic scales quantize `product`, a static one `rounded`, by default the product in input's dtype. The texts tell what an op
-    does before it quantizes with a static scale, and with others; where each is from; and what the arguments are.
-    """
-    rounded = rounded or (lambda input, *others: product(input, *others).to(input.dtype))
-    text = meanings["input"].replace("fp16", "fp16, hidden a multiple of 32", 1)
-    own = {"per_block_quant": f"scale_ub: {SCALE_BOUND}", "mxfp8_quant": f"input: {text}"}
-    for (form, (_, words)), source in zip(FORMS.items(), sources, strict=True):
-        does = applies if form == "quant" else f"{computes} in float32"
-        arguments = f"Args:\n    {own[form]}\n\n" if form in own else ""
-        reference = _reference(form, product, rounded)
-        reference.__doc__ = f"{does}, then quantize {words}.\n\n{arguments}Source:\n    {source}\n"
-        yield op(reference)
-
-
-def _reference(form: str, product: Callable[..., Tensor], rounded: Callable[..., Tensor]) -> Callable:
-    """Return a reference with the arguments of `product` and of a form; those without a default come first."""
-
-    def reference(*args, **keywords):
-        bound = signature.bind(*args, **keywords)
-        bound.apply_defaults()
-        a, of_product = bound.arguments, [bound.arguments[name] for name in takes]
-        if form == "quant":
-            return quantization.static(rowwise.exact(rounded(*of_product)), a["scale"], a["quant_dtype"])
-        y = product(*of_product)
-        if form == "per_token_quant":
-            return quantization.per_token(y, a["quant_dtype"], a["scale_ub"])
-        if form == "mxfp8_quant":
-            return rowwise.mx(y)
-        return per_block(
-            y, *(a[name] for name in ("input", "quant_dtype", "group_size", "is_scale_transposed", "scale_ub"))
-        )
-
-    takes = inspect.signature(product).parameters
-    both = {name: (p.annotation, p.default) for name, p in takes.items()}
-    both = {name: of for name, of in both.items() if of[1] is _EMPTY} | FORMS[form][0] | both
-    parameters = [
-        inspect.Parameter(name, _KIND, default=default, annotation=type) for name, (type, default) in both.items()
-    ]
-    parameters.sort(key=lambda p: p.default is not _EMPTY)
-    returns = "Tensor" if form == "quant" else "tuple[Tensor, Tensor]"
-    signature = reference.__signature__ = inspect.Signature(parameters, return_annotation=returns)
-    reference.__annotations__ = {name: type for name, (type, _) in both.items()} | {"return": returns}
-    reference.__name__, reference.__module__ = f"{product.__module__.rpartition('.')[2]}_{form}", product.__module__
-    return reference
 
 
 def hidden(a) -> int:
