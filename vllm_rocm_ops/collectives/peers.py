@@ -23,11 +23,12 @@ from vllm_rocm_ops.core import launch as core
 class RankMemory:
     """A rank's own memory: its inbox, counters, and the host word that receives errors of kernels."""
 
-    def __init__(self, device: torch.device, capacity: int, payload: int, wires: tuple[str, ...]):
+    def __init__(self, device: torch.device, capacity: int, payload: int, wires: tuple[str, ...] | None):
+        self.wires = allowed_wires() if wires is None else wires
         arch = archs.of_device(device.index) if device.type == "cuda" else None
         if arch is None:
             raise RuntimeError(f"there are no kernels for {device}")
-        self.device, self.arch, self.capacity, self.payload, self.wires = device, arch, capacity, payload, wires
+        self.device, self.arch, self.capacity, self.payload = device, arch, capacity, payload
         self.runtime, why = core.runtime()
         if why:
             raise RuntimeError(why)
@@ -111,7 +112,7 @@ def create(
 
     def make():
         _check_ranks(ranks)
-        memory = RankMemory(device, capacity, payload, allowed_wires() if wires is None else wires)
+        memory = RankMemory(device, capacity, payload, wires)
         memories.append(memory)
         return (
             _boot_id(),
@@ -167,7 +168,7 @@ def in_process(
 ) -> list[AllReduce]:
     """Create all ranks of a group in this process, on one GPU. Each rank's calls go to its own stream."""
     _check_ranks(ranks)
-    limit, wires = limit_us(seconds), allowed_wires() if wires is None else wires
+    limit = limit_us(seconds)
     memories = [RankMemory(device, capacity, payload, wires) for _ in range(ranks)]
     inboxes = [memory.inbox for memory in memories]
 
