@@ -122,7 +122,7 @@ def run_sides(jobs: dict[str, dict], folder: pathlib.Path, at_once: int) -> dict
     """Return the answers of both sides, from `at_once` parallel processes, each with the jobs of a model."""
     models: dict[str, dict[str, dict]] = {}
     for name, job in jobs.items():
-        models.setdefault(name.partition("-")[0], {})[name] = job
+        models.setdefault(name.rpartition("-")[0], {})[name] = job
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         parts = [
             (side, pool.submit(run_side, side, own, folder)) for side in latency_report.SIDES for own in models.values()
@@ -189,7 +189,7 @@ def effects_of_scales(model: str, tokens: int, folder: pathlib.Path) -> dict[str
 def lines(arguments: argparse.Namespace, sides: dict[str, dict[str, dict]]) -> Iterator[dict]:
     """Yield a line of results for each checkpoint."""
     for name in sides["with"]:
-        model, kind = name.split("-")
+        model, kind = name.rsplit("-", 1)
         plugin, baseline = sides["with"][name], sides["without"][name]
         exact = sides["without"].get(f"{model}-bf16", {})
         line = {

@@ -85,7 +85,10 @@ def test_stages_of_a_sound_machine(gpu):
     assert launched["kernel"].startswith("silu_and_mul_")
     assert begun_too == {"case": "a graph of 3 launches", "begun": True}
     assert replayed == {"case": "a graph of 3 launches", "wrong": None}
+    gpu.loaded.clear()
+    [loaded] = run("load", "rms_norm")
     begun, checked = run("ops", "rms_norm")
+    assert loaded == {"case": "rms_norm", "begun": True} and [symbol for _, symbol, _ in gpu.loaded] == [checked["kernel"]]
     assert begun == {"case": checked["case"], "begun": True}
     assert checked["wrong"] is None and checked["kernel"].startswith("rms_norm_")
 

@@ -479,11 +479,11 @@ def quantize(weights: dict[str, torch.Tensor], flavour: str) -> dict[str, torch.
 
 
 def quantization(settings: dict | None, config: dict, weights: dict[str, torch.Tensor]) -> dict | None:
-    """Return a copy of a checkpoint's quantization, which leaves the gates of Gated DeltaNet in 16 bits."""
+    """Return a copy of a checkpoint's quantization, which leaves Gated DeltaNet's gates and MTP's `fc` in 16 bits."""
     settings = copy.deepcopy(settings)
     if settings and config.get("model_type") in DELTA_NETS:
         left = settings.setdefault("ignored_layers" if settings["quant_method"] == "fp8" else "ignore", [])
-        left += [name.removesuffix(".weight") for name in weights if re.search(GATES, name)]
+        left += [name.removesuffix(".weight") for name in weights if re.search(rf"{GATES}|^mtp[.]fc[.]", name)]
     return settings
 
 

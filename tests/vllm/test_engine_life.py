@@ -153,12 +153,15 @@ def said(answer: dict) -> list[tuple[list[list[int]], list[list[float]]]]:
 def test_sleep_and_reload_keep_the_answers(answers, name):
     """Sleep and loads change nothing, and other weights only as long as they are there.
 
-    What was cached is not computed again: its answers have other rounding errors.
+    What was cached is not computed again: its answers have other rounding errors. So have those of an engine that
+    proposes other drafts, as vLLM reloads the target model alone after sleep of level 2.
     """
     if "pages" in name:
         assert answers(name)["cached"] > 0
         return
-    then, every = loaded(RUNS[name].then), said(answers(name))
+    steps = RUNS[name].then
+    same = 1 + steps.index("sleep 2") if "drafts and life" in name else None
+    then, every = loaded(steps)[:same], said(answers(name))[:same]
     assert [len(tokens) for tokens in every[0][0]] == list(LIMITS)
     assert [each == every[then.index(which)] for which, each in zip(then, every)] == [True] * len(then)
     assert all((each == every[0]) == (which == 0) for which, each in zip(then, every))

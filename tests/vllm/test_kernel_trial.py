@@ -89,7 +89,8 @@ BEFORE_OPS = ["driver", "stamps", "launch", "replay"]
 def test_ops_that_no_seam_calls_are_not_tried():
     """They would take time from others: compiling flash_attention's PTX took more than 20 s on an H200's host."""
     names = first_start.names()
-    assert [*first_start.stages()] == [*((stage,) for stage in BEFORE_OPS), *(("ops", name) for name in names)]
+    of_ops = [(stage, name) for name in names for stage in ("load", "ops")]
+    assert [*first_start.stages()] == [*((stage,) for stage in BEFORE_OPS), *of_ops]
     assert {"scaled_mm", "fused_experts", "stream_memory"} <= set(names)
     assert not {"flash_attention", "layer_norm", "softmax"} & set(names)
 
@@ -107,22 +108,23 @@ def test_an_op_that_fails_is_off_and_the_others_are_tried(monkeypatch, how):
     bad, good = part(how), part()
     outcome, record = tried(monkeypatch, ops=lambda arch, name: (bad if name == "scaled_mm" else good)(arch, name))
     assert record.off == outcome["off"] == ({"scaled_mm": WAYS[how]} if WAYS[how] else {})
-    assert outcome["ran"] == len(BEFORE_OPS) + 3 and len(outcome["failed"]) == 1
+    assert outcome["ran"] == len(BEFORE_OPS) + 2 * 3 and len(outcome["failed"]) == 1
     assert selection.path_of(selection.machine()).exists()
 
 
-@pytest.mark.parametrize(("stage", "is_off"), [("stamps", False), ("launch", True)])
+@pytest.mark.parametrize(
+    ("stage", "is_off"), [(("stamps",), False), (("launch",), True), (("load", "scaled_mm"), False)], ids=lambda s: str(s)
+)
 def test_a_stage_that_takes_too_long_is_a_fault_after_a_launch_alone(monkeypatch, stage, is_off):
-    """A stage before the first op may take all the time that is left."""
+    """A stage without an op may take all the time that is left, and so may the loading of an op's kernels."""
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
 
     def run(kind, arguments, arch, seconds):
-        hangs = arguments == (stage,)
-        ended = f"hung: killed after {seconds:.0f} s" if hangs else "done"
+        ended = f"hung: killed after {seconds:.0f} s" if arguments == stage else "done"
         return {"ended": ended, "seconds": 1.0, "found": [{"machine": selection.machine()}], "said": ""}
 
     outcome = first_start.run(Fake(run=run, close=lambda kill: None), 140.0)
-    assert outcome["failed"] == [f"smoke stage {stage}: hung: killed after 38 s"]
+    assert outcome["failed"] == [f"smoke stage {stage[0]}: hung: killed after 38 s"]
     assert ("scaled_mm" in outcome["off"]) == ("scaled_mm" in selection.record_here().off) == is_off
 
 
@@ -140,10 +142,18 @@ def test_a_fault_before_the_first_op_turns_all_off(monkeypatch, stage):
     assert all_reduce_timing.unsupported_reason(None, group, object()).startswith("off on this GPU: smoke stage")
 
 
-@pytest.mark.parametrize(("stage", "fault", "ran"), [("stamps", part("raises"), 7), ("replay", is_wrong, 7)])
-def test_what_is_no_fault_of_kernels_turns_none_off(monkeypatch, stage, fault, ran):
-    outcome, record = tried(monkeypatch, **{stage: fault})
-    assert (record.off, outcome["ran"]) == ({}, ran)
+def dies_once(arch, name):
+    """A stage that dies for one op: the op's own stage meets the same fault if it is the kernels'."""
+    yield from part("dies" if name == "scaled_mm" else "")(arch, name)
+
+
+NO_FAULT_OF_KERNELS = {"stamps": part("raises"), "replay": is_wrong, "load": dies_once}
+
+
+@pytest.mark.parametrize("stage", NO_FAULT_OF_KERNELS)
+def test_what_is_no_fault_of_kernels_turns_none_off(monkeypatch, stage):
+    outcome, record = tried(monkeypatch, **{stage: NO_FAULT_OF_KERNELS[stage]})
+    assert (record.off, outcome["ran"]) == ({}, len(BEFORE_OPS) + 2 * 3)
     assert len(outcome["failed"]) == 1 and outcome["failed"][0].startswith(f"smoke stage {stage}: ")
 
 
@@ -326,7 +336,7 @@ def test_inside_vllm(engines, expected, tmp_path, how):
     why = record.off.pop("scaled_mm")
     fault = "died: exit code -6" if how == "aborts" else "hung: killed after 3 s"
     assert why.startswith(f"smoke stage ops: {fault}, in") and not record.off
-    assert answers["output"].count("first start with this software: 7 smoke stages ran in ") == 1
+    assert answers["output"].count("first start with this software: 10 smoke stages ran in ") == 1
     assert answers["output"].count("scaled_mm is off on this GPU") >= 2
 
 

@@ -153,6 +153,7 @@ def test_lines_say_what_ran_and_what_did_not(scaled, monkeypatch, tmp_path):
     with_ops = {f"llama-{kind}": answers(exact) for kind in ("bf16", "block", "mxfp8")}
     with_ops["llama-static"] = failed | {"error": "ValueError: no"}
     with_ops["llama-token"] = failed | {"error": "ValueError: neither"}
+    with_ops["qwen3-next-block"] = failed | {"error": "ValueError: nor this"}
     without = with_ops | {"llama-mxfp8": failed | {"error": "RuntimeError: none"}, "llama-static": answers(exact)}
     found = {line["case"]: line for line in quality.lines(arguments, {"with": with_ops, "without": without})}
     assert found["llama block"]["perplexity"].keys() == {"bf16", "stock", "ours"}
@@ -161,6 +162,7 @@ def test_lines_say_what_ran_and_what_did_not(scaled, monkeypatch, tmp_path):
     assert found["llama mxfp8"]["perplexity"].keys() == {"bf16", "ours"}
     assert found["llama mxfp8"]["unavailable"] == {"stock": "RuntimeError: none"}
     assert found["llama static"]["wrong"] == ["with the plugin: ValueError: no"] and found["llama token"]["wrong"] == []
+    assert found["qwen3-next block"]["shape"]["model"] == "qwen3-next"
     said = "\n".join(map(quality.text, found.values()))
     assert "baseline failed: RuntimeError: none" in said and "6 of 256 tokens equal" in said and "FAILED" in said
 

@@ -8,6 +8,7 @@ import collections
 import functools
 import os
 import sys
+import time
 import types
 
 import checkpoints
@@ -301,6 +302,21 @@ def test_ranks_measure_together_and_agree():
     assert sorted(map(str, record.shapes)) == KEYS_MEASURED and record.off == {}
     for by_tokens in record.shapes.values():
         assert (by_tokens[4].plugin_us, by_tokens[4].baseline_us) == (3.0, 2.0) and 0 < by_tokens[1].error < 0.1
+
+
+@pytest.mark.usefixtures("compiled")
+def test_common_token_counts_come_first_in_half_of_the_limit(monkeypatch):
+    left, measure_all = [], all_reduce_timing.measure_all
+
+    def measure(*arguments):
+        left.append(round(arguments[-1] - time.monotonic()))
+        return measure_all(*arguments)
+
+    monkeypatch.setenv("VLLM_ROCM_OPS_MEASURE", "120")
+    monkeypatch.setattr(all_reduce_timing, "sizes", lambda call, group: [1, 2, 8])
+    monkeypatch.setattr(all_reduce_timing, "measure_all", measure)
+    timed, found = both(lambda group: (start(group, GroupClock(8))[2], left))
+    assert (timed, found) == ([tokens for tokens in (1, 8, 2) for _ in KEYS_MEASURED], [60])
 
 
 @pytest.mark.usefixtures("compiled")

@@ -82,16 +82,22 @@ def stamps(arch: str | None) -> Iterator[dict]:
         yield {"case": module, "symbols": len(symbols)}
 
 
-def load(arch: str | None) -> Iterator[dict]:
-    """Load each kernel without launching it."""
-    name = here(arch).name
+def load(arch: str | None, pattern: str | None = None) -> Iterator[dict]:
+    """Load each kernel without launching it, or those that the smallest cases of matching ops launch."""
+    known = here(arch)
     loader, why = launch.runtime()
     if loader is None:
         raise RuntimeError(why)
-    for module, symbols in modules(name).items():
+    by_module = {} if pattern else modules(known.name)
+    for op in op_module.registered() if pattern else ():
+        if fnmatch.fnmatchcase(op.name, pattern):
+            given = smallest(op, known).make("meta", torch.Generator(), known.fp8_dtype)
+            for entry in op.explain(*given, arch=known, require_code=True).launches:
+                by_module.setdefault(entry.module, []).append(entry.symbol)
+    for module, symbols in by_module.items():
         yield {"case": module, "begun": True}
         for symbol in symbols:
-            loader.load(str(launch.code_object(module, name)), symbol, 0)
+            loader.load(str(launch.code_object(module, known.name)), symbol, 0)
 
 
 def checked(op: op_module.Op, case, known: archs.Arch) -> dict:

@@ -41,7 +41,7 @@ from vllm_rocm_ops.vllm.selection.replays import BrokenGraph, Mismatch, Replays,
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
-MAX_SECONDS = 5.0  # per start
+SHARE = 0.5  # of a start's timing limit
 TRIAL_SECONDS = 2.0  # that a rank waits for another before the all-reduce serves
 SETS, CALLS = 4, 16  # sets of inputs, calls per graph
 EPSILON, SCALE, GROUP = 1e-6, 0.05, 128
@@ -273,7 +273,7 @@ def measure_all(
     record = agree(after_crashes)[0]
     todo = [(both, tokens) for both in every for tokens in sizes(both.call, both.reduce.group)]
     done = []
-    for both, tokens in sorted(todo, key=lambda item: item[1]):
+    for both, tokens in sorted(todo, key=lambda item: (kernel_timing.priority(item[1]), item[1])):
         name = both.call.op.name
         key = both.key
         if name in record.off or tokens in record.shapes.get(key, {}):
@@ -338,7 +338,7 @@ def before_compiling(worker, group, clock: GraphClock | None, create: Callable =
             return
         start = time.monotonic()
         with torch.inference_mode():
-            turn_on(worker, group, clock, agree, create, start + MAX_SECONDS)
+            turn_on(worker, group, clock, agree, create, start + SHARE * kernel_timing.limit_s())
         kernel_selection.session.spent += time.monotonic() - start
     except RuntimeError as error:
         all_reduce_norm.groups.pop(group.unique_name, None)

@@ -162,6 +162,11 @@ def check_and_time(
     return Measured(statistics.median(times["plugin"]), statistics.median(times["baseline"]), *errors)
 
 
+def priority(tokens: int) -> int:
+    """Return the place of a token count: 0 for `FIRST_TOKENS`, 1 for other powers of two, 2 for those between."""
+    return 0 if tokens in FIRST_TOKENS else 1 + (tokens & (tokens - 1) > 0)
+
+
 def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: float) -> list[tuple[Choice, list[int]]]:
     """Return what a record lacks, the most valuable first.
 
@@ -176,8 +181,7 @@ def in_order(wanted: dict[Choice, list[int]], record: Record, bandwidth_gb_s: fl
         share = len(choice.layers) * call_us(
             *choice.kernels.work(next(iter(choice.layers.values())), tokens), bandwidth_gb_s
         )
-        rank = 0 if tokens in FIRST_TOKENS else 1 + (tokens & (tokens - 1) > 0)
-        return record.ended.get(choice.kernels.op.name, 0), rank, tokens, -share
+        return record.ended.get(choice.kernels.op.name, 0), priority(tokens), tokens, -share
 
     items = []
     for choice, counts in wanted.items():
