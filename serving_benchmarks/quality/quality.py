@@ -115,6 +115,8 @@ def run_side(side: str, jobs: dict[str, dict], folder: pathlib.Path) -> dict[str
             answers |= json.loads(line)
         if len(answers) == before:
             raise RuntimeError(f"the process {side} the plugin ended early:\n{log}")
+        if "error" in next(reversed(answers.values())):
+            print(log, file=sys.stderr, flush=True)
     return answers
 
 

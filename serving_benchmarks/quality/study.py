@@ -47,6 +47,7 @@ def run_worker(script: str, side: str, request: object, path: pathlib.Path, **va
     path.write_text(json.dumps(request))
     command, log = [sys.executable, script, "--worker", str(path)], path.with_suffix(".log")
     defaults = {"VLLM_ROCM_OPS_MEASURE": "0", "VLLM_ROCM_OPS_ON_NVIDIA": "1"} | variables
+    defaults["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # the process has opened its GPU before vLLM starts ranks
     with log.open("a") as output:
         streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         ended = subprocess.run(command, check=False, env=defaults | latency.environment(side), **streams)
