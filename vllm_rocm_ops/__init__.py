@@ -7,7 +7,7 @@ imports vLLM.
 import importlib.util
 import warnings
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["__version__", "fallbacks", "ops", "reset_stats", "stats"]
 
 if importlib.util.find_spec("torch"):
