@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,7 +61,7 @@ class EmulatedGroup:
             pointers = counters.data_ptr(), report.data_ptr()
             sizes = capacity, self.flagged_counters[rank].data_ptr(), payload
             group = launches.Group(rank, addresses, *pointers, blocks, limit_us, *sizes, wires)
-            self.queues.append(Queue(self, rank, epoch, streams))
+            self.queues.append(Queue(weakref.proxy(self), rank, epoch, streams))  # a cycle would keep the inboxes
             self.reduces.append(AllReduce(group, arch, report, executor=self.queues[-1]))
 
     def run(self) -> list:

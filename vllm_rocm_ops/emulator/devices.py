@@ -84,8 +84,11 @@ class Devices:
         queues = list(self._queues.values())
         self._queues = {}
         run = _Run(self, queues, tuple(uninitialized))
-        with np.errstate(all="ignore"):
-            return run.run()
+        try:
+            with np.errstate(all="ignore"):
+                return run.run()
+        finally:
+            run.release()
 
 
 class _Run:
@@ -126,6 +129,12 @@ class _Run:
             space.coherence.stores_held.append(region.words)
         space.watch(None)
         return space
+
+    def release(self) -> None:
+        """Break the cycles of memory, its words, their stores and the launches of these, which the collector would find late."""
+        for words in self.space.coherence.stores_held:
+            words.region.words = None
+        vars(self.space).clear()
 
     def _pause(self) -> int:
         return self.fabric.now + (self.random.randrange(self.pause) if self.pause else 0)
