@@ -3,7 +3,6 @@
 import copy
 import importlib
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -600,7 +599,6 @@ def run(folder: pathlib.Path, *arguments: str) -> tuple[subprocess.CompletedProc
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
     )
     logs = "\n".join(log.read_text()[-2000:] for log in folder.glob("logs/*.log"))
     assert (folder / "latency.json").exists(), result.stderr + logs

@@ -153,8 +153,8 @@ def said(answer: dict) -> list[tuple[list[list[int]], list[list[float]]]]:
 def test_sleep_and_reload_keep_the_answers(answers, name):
     """Sleep and loads change nothing, and other weights only as long as they are there.
 
-    What was cached is not computed again: its answers have other rounding errors. So have those of an engine that
-    proposes other drafts, as vLLM reloads the target model alone after sleep of level 2.
+    What was cached is not computed again: its answers have other rounding errors. Other drafts have the same effect:
+    vLLM reloads the target model alone after sleep of level 2.
     """
     if "pages" in name:
         assert answers(name)["cached"] > 0
