@@ -113,7 +113,9 @@ def test_an_op_that_fails_is_off_and_the_others_are_tried(monkeypatch, how):
 
 
 @pytest.mark.parametrize(
-    ("stage", "is_off"), [(("stamps",), False), (("launch",), True), (("load", "scaled_mm"), False)], ids=lambda s: str(s)
+    ("stage", "is_off"),
+    [(("stamps",), False), (("launch",), True), (("load", "scaled_mm"), False)],
+    ids=lambda s: str(s),
 )
 def test_a_stage_that_takes_too_long_is_a_fault_after_a_launch_alone(monkeypatch, stage, is_off):
     """A stage without an op may take all the time that is left, and so may the loading of an op's kernels."""
