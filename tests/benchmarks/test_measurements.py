@@ -326,7 +326,7 @@ TABLES = {
     "moe": {"ops", "experts"},
     "attention": {"ops", "prefill attention"},
     "decode-attention": {"ops", "decode attention"},
-    **{kind: {"ops"} for kind in ("gated-delta-net", "gates", "expert-gates", "four-bit", "moe-four-bit")},
+    **{kind: {"ops"} for kind in ("gated-delta-net", "gates", "expert-gates", "four-bit", "mx", "moe-four-bit")},
     "quality": {"quality"},
     "arithmetic": {"arithmetic"},
     "configurations": {"regret"},
