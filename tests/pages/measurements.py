@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import datetime
 import functools
 import json
 import pathlib
@@ -76,9 +77,15 @@ def committed(path: pathlib.Path) -> int:
     return int(subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip() or 2**62)
 
 
+def taken(path: pathlib.Path) -> int:
+    """Return when an engine's report was taken, which it says, or for other files when they were committed."""
+    date = json.loads(path.read_text()).get("date") if path.name.endswith("-latency.json") else None
+    return int(datetime.datetime.fromisoformat(date).timestamp()) if date else committed(path)
+
+
 def oldest_first(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Sort files by the day in their names, then by the time of the commits that added them."""
-    return sorted(paths, key=lambda path: (path.name[: len("2026-01-01")], committed(path), path.name))
+    """Sort files by the day in their names, then by when they were taken."""
+    return sorted(paths, key=lambda path: (path.name[: len("2026-01-01")], taken(path), path.name))
 
 
 def kind_of(path: pathlib.Path) -> str:
