@@ -158,7 +158,7 @@ PLACES = {
     "load": (Driver, "load"),
     "launch": (smoke, "checked"),
     "replay": (Graph, "replay"),
-    "ops": (smoke, "smallest_first"),
+    "ops": (smoke, "smallest"),
 }
 """The function that each stage is the first to call."""
 

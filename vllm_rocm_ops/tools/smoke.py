@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -29,6 +30,7 @@ def smallest_first(op: op_module.Op, arch: archs.Arch) -> list:
     return sorted(op.cases(), key=lambda case: tensor_bytes(*case.make("meta", torch.Generator(), arch.fp8_dtype)))
 
 
+@functools.cache
 def smallest(op: op_module.Op, arch: archs.Arch):
     """Return an op's smallest case that launches a kernel, or its smallest case if none does."""
     cases = smallest_first(op, arch)
