@@ -81,6 +81,14 @@ KERNELS = [
     ),
     Kernel("unwritten_sgpr", "s_add_u32 s8, s20, 1"),
     Kernel(
+        "spilled_sgpr",
+        "s_mov_b32 s8, 1\n v_writelane_b32 v4, s8, 0\n v_writelane_b32 v4, s20, 1\n v_readlane_b32 s9, v4, 0\n s_add_u32 s8, s9, 1",
+    ),
+    Kernel(
+        "unwritten_spill",
+        "s_mov_b32 s8, 1\n v_writelane_b32 v4, s8, 0\n v_writelane_b32 v4, s20, 1\n v_readlane_b32 s9, v4, 1\n s_add_u32 s8, s9, 1",
+    ),
+    Kernel(
         "unwritten_lds",
         LDS_SLOT
         + "v_cmp_gt_u32 vcc, 17, v0\n s_and_saveexec_b64 s[8:9], vcc\n ds_write_b32 v3, v0\n s_mov_b64 exec, s[8:9]\n ds_read_b32 v4, v3\n s_waitcnt lgkmcnt(0)",
@@ -567,6 +575,8 @@ def test_unwritten_values(device):
     device.run("unwritten_unused")
     device.fails(errors.Uninitialized, "unwritten_lanes", "lane 8", "v2 was never written")
     device.fails(errors.Uninitialized, "unwritten_sgpr", "s20 was never written")
+    device.run("spilled_sgpr")  # beside a lane of another scalar, which has no value
+    device.fails(errors.Uninitialized, "unwritten_spill", "s9 was never written")
     device.fails(errors.Uninitialized, "unwritten_lds", "LDS address 68", "lane 17")
     device.fails(errors.Uninitialized, "unwritten_scratch", "scratch offset 4")
     fresh = arange(64)

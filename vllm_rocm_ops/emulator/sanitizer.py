@@ -160,6 +160,8 @@ def examine(w, ins: Instruction, bound) -> Callable:
         for code in writes
     }
     mask = True if bound.ignores_exec else w.mask
+    if wrong and ins.mnemonic == "v_writelane_b32":
+        mask = _lane(ins)
 
     def after():
         for code in writes:
@@ -209,10 +211,18 @@ def _undefined_lanes(w, ins: Instruction, code: int) -> np.ndarray:
         return np.ones((w.count, LANES), bool) if defined is None else ~defined
     if defined is None:
         return w.mask
+    if ins.mnemonic == "v_readlane_b32":
+        return ~defined & _lane(ins)
     if ins.variant == "DPP16" and code in ins.operands["src0"].registers:
         source, valid = dpp_lanes(ins.fields["dpp"])
         return w.mask & valid & w.mask[:, source] & ~defined[:, source]
     return w.mask & ~defined
+
+
+def _lane(ins: Instruction) -> np.ndarray:
+    """Return the lanes (bool [LANES]) that V_READLANE or V_WRITELANE may access, one if it is a constant."""
+    constant = ins.sources[1].code - 128  # of an inline constant from 0 to 64
+    return np.arange(LANES) == constant if 0 <= constant < LANES else np.ones(LANES, bool)
 
 
 def _selected(w, ins: Instruction, wrong: dict) -> dict:
