@@ -84,18 +84,28 @@ def stamps(arch: str | None) -> Iterator[dict]:
         yield {"case": module, "symbols": len(symbols)}
 
 
+def matching(pattern: str) -> Iterator[op_module.Op]:
+    """Yield the registered ops whose name matches."""
+    return (op for op in op_module.registered() if fnmatch.fnmatchcase(op.name, pattern))
+
+
+def launched(pattern: str, arch: archs.Arch) -> dict[str, list[str]]:
+    """Return by code object the symbols that the smallest cases of matching ops launch."""
+    by_module: dict[str, list[str]] = {}
+    for op in matching(pattern):
+        given = smallest(op, arch).make("meta", torch.Generator(), arch.fp8_dtype)
+        for entry in op.explain(*given, arch=arch, require_code=True).launches:
+            by_module.setdefault(entry.module, []).append(entry.symbol)
+    return by_module
+
+
 def load(arch: str | None, pattern: str | None = None) -> Iterator[dict]:
     """Load each kernel without launching it, or those that the smallest cases of matching ops launch."""
     known = here(arch)
     loader, why = launch.runtime()
     if loader is None:
         raise RuntimeError(why)
-    by_module = {} if pattern else modules(known.name)
-    for op in op_module.registered() if pattern else ():
-        if fnmatch.fnmatchcase(op.name, pattern):
-            given = smallest(op, known).make("meta", torch.Generator(), known.fp8_dtype)
-            for entry in op.explain(*given, arch=known, require_code=True).launches:
-                by_module.setdefault(entry.module, []).append(entry.symbol)
+    by_module = launched(pattern, known) if pattern else modules(known.name)
     for module, symbols in by_module.items():
         yield {"case": module, "begun": True}
         for symbol in symbols:
@@ -172,11 +182,10 @@ def replay(arch: str | None) -> Iterator[dict]:
 def every_op(arch: str | None, pattern: str) -> Iterator[dict]:
     """Check the smallest case of each op."""
     known = here(arch)
-    for op in op_module.registered():
-        if fnmatch.fnmatchcase(op.name, pattern):
-            case = smallest(op, known)
-            yield {"case": f"{op.name}/{case.name}", "begun": True}
-            yield checked(op, case, known)
+    for op in matching(pattern):
+        case = smallest(op, known)
+        yield {"case": f"{op.name}/{case.name}", "begun": True}
+        yield checked(op, case, known)
 
 
 STAGES: dict[str, Callable[..., Iterator[dict]]] = {
