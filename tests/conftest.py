@@ -8,9 +8,11 @@ import re
 import sys
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pace
 import pytest
+from marks import FULL
 
 os.environ["VLLM_ROCM_OPS_TABLES"] = os.devnull
 os.environ["VLLM_ROCM_OPS_ON_CPU"] = "1"
@@ -55,12 +57,6 @@ ASKING = (
 )
 """Files that ask vLLM for models' launches. One worker runs them, as each starts processes for the answers, in 10 s."""
 
-LONGEST = (
-    *("test_planted_bugs", "test_fused_experts", "test_linear", "test_paged_attention_decode", "test_devices"),
-    *("test_ties", "test_fused_experts_tiled", "test_far_apart", "test_mechanism", "test_gemm", "test_run"),
-)
-"""The slowest files that start no engine, from a minute down to half of one."""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of pace.py."""
@@ -84,16 +80,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slowest first, so that no worker is left with one at the end: `ASKING`, files with slow tests, `LONGEST`."""
+    """Put the slowest first, so that no worker is left with one at the end: `ASKING`, files with slow tests, others as recorded."""
     slow = Counter(item.path.stem for item in items if item.get_closest_marker("slow"))
-    files = dict.fromkeys((*ASKING, *dict(slow.most_common()), *LONGEST))
+    recorded = [Path(file).stem for file, _ in pace.recorded().most_common()]
+    files = dict.fromkeys((*ASKING, *dict(slow.most_common()), *recorded))
     place = {stem: place for place, stem in enumerate(files)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Give a file to one worker, all ASKING files to the same one, and all that fork engines to another (vllm/processes.py)."""
+    """Give a file to one worker, all ASKING files to the same one, and all that fork engines to another (vllm/processes.py).
+
+    With --full these are too many for one worker.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     @functools.cache
@@ -102,7 +102,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
         if path.stem in ASKING:
             return "asking"
         text = path.read_text() if path.is_file() else ""
-        return "engines" if re.search(r"\b(engines[.,)]|processes\.run)", text) else file
+        return "engines" if not FULL and re.search(r"\b(engines[.,)]|processes\.run)", text) else file
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -1,9 +1,10 @@
-"""Judge the processor seconds of test files. run.sh says so by --spare-seconds, for the default tests.
+"""Measure the processor seconds of test files, and judge them where run.sh says so by --spare-seconds, for the default tests.
 
 `data/seconds.csv` has what each file took, with fixtures and the processes that it started; files of less than half a second
 are left out. A run fails if a file takes more than `FACTOR` times that and the spare seconds, or all take `IN_ALL` times that.
 A whole run writes what it measured to build/seconds.csv: copy it where that is as intended. test_run.py limits the sum to
-`BUDGET`, which a machine that is slow or has other load does not change.
+`BUDGET`, which a machine that is slow or has other load does not change. `data/seconds_full.csv` has the files of `--full`, which
+nothing judges. conftest.py starts the slowest first.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from marks import FULL
 
 HERE = Path(__file__).resolve().parent
-RECORD, MEASURED = HERE / "data/seconds.csv", HERE.parent / "build/seconds.csv"
+RECORD = HERE / ("data/seconds_full.csv" if FULL else "data/seconds.csv")
+MEASURED = HERE.parent / "build" / RECORD.name
 BUDGET = 950
 """Seconds that all files may take as recorded, on a machine with other load: half of them on each of two cores."""
 FACTOR, IN_ALL = 3.0, 2.0
@@ -102,7 +105,7 @@ class Pace:
             return
         if config.args_source is config.ArgsSource.TESTPATHS and not config.option.keyword:
             write(self.seconds)
-        self.faults = faults(self.seconds, recorded(), self.spare)
+        self.faults = faults(self.seconds, recorded(), self.spare) if self.spare else []
         if self.faults and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -113,7 +116,7 @@ class Pace:
 
 
 def register(config: pytest.Config) -> None:
-    """Judge a session if it asks for that, except beside a GPU, where other tests run."""
+    """Measure a session if it asks for that, except beside a GPU, where other tests run. With no seconds to spare it is not judged."""
     spare = config.getoption("spare_seconds")
-    if spare and not glob.glob("/dev/nvidia[0-9]") + glob.glob("/dev/kfd"):
+    if spare is not None and not glob.glob("/dev/nvidia[0-9]") + glob.glob("/dev/kfd"):
         config.pluginmanager.register(Pace(spare), "pace of files")

@@ -12,7 +12,7 @@ if [ "${1-}" = --full ]; then full=1; shift; fi
 workers=$(nproc)
 # A worker that dies ends the run, as --dist loadfile gives what it had left to nobody. pyproject.toml limits a test, $limit all of them.
 limit=$([ -n "$full" ] && echo 86400 || echo 10800)
-spare=$([ -n "$full" ] && echo 0 || echo 20)  # for pace.py, which judges the default tests
+spare=$([ -n "$full" ] && echo 0 || echo 20)  # for pace.py, which judges the default tests alone
 [ -z "$full" ] || export PYTEST_ADDOPTS="-o faulthandler_timeout=7300 ${PYTEST_ADDOPTS-}"  # as the longest of its tests has more time
 FULL_TESTS=$full "$python" -m pytest -q -n $((workers < 8 ? workers + 1 : 9)) --dist loadfile --no-loadscope-reorder \
   --max-worker-restart 0 --session-timeout "$limit" --spare-seconds "$spare" "$@"
