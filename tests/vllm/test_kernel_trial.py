@@ -214,6 +214,20 @@ def test_the_child_imports_nothing_of_the_current_folder(monkeypatch, tmp_path, 
     assert vllm_rocm_ops.__file__ in caplog.text
 
 
+def test_the_child_has_the_software_of_this_process(monkeypatch, tmp_path, caplog):
+    """Also of packages that no variable names, as its record is found by their versions."""
+    information = tmp_path / "amd_aiter-0.9.9.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: amd-aiter\nVersion: 0.9.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    code = (
+        "from vllm_rocm_ops.vllm.selection.kernel_selection import software; raise SystemExit(f'has {software(str())}')"
+    )
+    monkeypatch.setattr(kernel_trial, "CODE", code)
+    kernel_trial.before_device(None)
+    assert f"has {selection.software('')}" in caplog.text and "'amd-aiter': '0.9.9'" in caplog.text
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 def test_other_workers_wait(monkeypatch, tmp_path, recorded):
     """They do not try the kernels themselves. A first failure may be recorded already."""

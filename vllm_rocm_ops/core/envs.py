@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,8 +82,9 @@ def __getattr__(name: str) -> str:
 
 
 def of_child(changes: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a child process: this one's, with changes."""
-    return {**os.environ, **changes}
+    """Return the environment of a child process: this one's, with changes. It imports the packages that this process does."""
+    paths = os.pathsep.join(path for path in sys.path if path)  # without the current folder
+    return {**os.environ, "PYTHONPATH": paths, **changes}
 
 
 def hand_down(changes: dict[str, str]) -> None:

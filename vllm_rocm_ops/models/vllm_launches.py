@@ -21,9 +21,7 @@ import sys
 import tempfile
 import threading
 from importlib import metadata
-from pathlib import Path
 
-import vllm_rocm_ops
 from vllm_rocm_ops.core import archs, envs
 from vllm_rocm_ops.models import config as model_config
 
@@ -41,8 +39,6 @@ class Builder:
     def __init__(self, arch: str):
         quiet = {"VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
         environment = envs.of_child(quiet)
-        paths = [str(Path(vllm_rocm_ops.__file__).parents[1]), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
         command = [sys.executable, "-m", "vllm_rocm_ops.vllm.meta.model", arch]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._stderr}
