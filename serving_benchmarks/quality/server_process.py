@@ -21,8 +21,8 @@ from load_requests import ADAPTER, BASE, Wrong
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TESTS = ROOT / "tests" / "vllm"
-sys.path += [str(ROOT / "serving_benchmarks"), str(TESTS)]
+TESTS = [ROOT / "tests", ROOT / "tests" / "vllm"]
+sys.path += map(str, (ROOT / "serving_benchmarks", *TESTS))
 import checkpoints
 import serve
 
@@ -146,7 +146,7 @@ class Session:
         self.command = ["serve", str(model), *shlex.split(OPTIONS), "--lora-modules", f"{ADAPTER}={adapter}"]
         self.command += ["--enforce-eager"] * self.on_cpu + arguments.server_args
         self.environment = serve.latency.environment("with") | {
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, TESTS, serve.named_vllm(folder)))),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, *TESTS, serve.named_vllm(folder)))),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",

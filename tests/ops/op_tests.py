@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_features import runs_of
-from marks import FULL, cover
+from marks import AMD, FULL, cover
 from sources import ROOT, file_of_tests
 
 from vllm_rocm_ops.core import archs, launch, op
@@ -91,13 +91,18 @@ def choose() -> dict[tuple[str, str, str], list]:
 
 
 def runs(of_file: Path):
-    """Yield the cases of a test file's ops: each on a GPU, or with --full on four chips; else those that `chosen` selects."""
+    """Yield the cases of a test file's ops: each on a GPU, or with --full on both archs; else those that `chosen` selects."""
     of_ops = [the_op for the_op in OPS if file_of_tests(the_op) == of_file]
-    for executor in executors():
+    for number, executor in enumerate(executors()):
         value, name = (executor.values[0], executor.id) if hasattr(executor, "values") else (executor, executor)
         for the_op in of_ops:
-            for case in the_op.cases():
-                configs = None if FULL or value == "cuda" else chosen().get((value, the_op.name, case.name), ())
+            for place, case in enumerate(the_op.cases()):
+                if value == "cuda":
+                    configs = None
+                elif FULL:  # of both archs, one with few units
+                    configs = None if number // len(AMD) == place % 2 else ()
+                else:
+                    configs = chosen().get((value, the_op.name, case.name), ())
                 if configs != ():
                     yield pytest.param(value, the_op, case, configs, id=f"{name}-{the_op.name}-{case.name}")
 

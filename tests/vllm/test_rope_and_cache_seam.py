@@ -556,6 +556,7 @@ RELEASES = {
     f"{name} {release}": (release, models)
     for release in test_selection.RELEASES
     for name, models in (("", MODELS), ("more", MORE))
+    if not name or release in (test_selection.OLDEST, INSTALLED)
 }
 
 
