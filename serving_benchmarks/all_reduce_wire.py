@@ -1,6 +1,6 @@
-"""Print the errors of an all-reduce with fewer bits on the wire, relative to float64, and its predicted times.
+"""Print the errors of an all-reduce with fewer bits on the wire, relative to float64, a model's perplexity, and predicted times.
 
-    python serving_benchmarks/all_reduce_wire.py [--ranks 2 4 8] [--hidden 16384 7168] [--rows 32 64 128]
+    python serving_benchmarks/all_reduce_wire.py [--ranks 2 4 8] [--hidden 16384 7168] [--rows 32 64 128] [--tokens 32768]
 
 Errors are of the sum, relative to its norm, by PyTorch on the CPU; the kernels' sums have the same bits (tests/emulator/test_flagged.py).
 INT4 is QuickReduce's in vLLM 0.33, which quantizes blocks of 32 values in each of two stages and sums in fp16. Inputs are
@@ -9,6 +9,10 @@ INT4 is QuickReduce's in vLLM 0.33, which quantizes blocks of 32 values in each 
     outliers    the same, 0.1 % of the columns a thousand times as large
     opposed     pairs of ranks with nearly opposite values: the sum is a tenth of what each rank sends
 
+Perplexity is that of the small Llama of quality/trained.py on held-out text, in PyTorch: fp32, but each of its four all-reduces per token
+gets the bf16 products of the ranks' shares of o_proj and down_proj. Every call has the format, as none has in vLLM, where small calls stay
+bf16. If the model is not cached, it is trained, in a minute.
+
 Times are by the costs of collectives/flagged.py, without a launch's fixed part. `bf16` and `fp8` are the plugin's launches in stages.
 `sharded` is not built: each rank norms its own rows, keeps their residual, and sends static FP8.
 """
@@ -16,13 +20,18 @@ Times are by the costs of collectives/flagged.py, without a launch's fixed part.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE / "quality")]
 
 import torch
+import trained
+from small_models import Model
 from torch import Tensor
+from torch.nn import functional
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import flagged, launches, wire
@@ -82,6 +91,33 @@ def errors(ranks: list[int]) -> list[tuple[str, ...]]:
     return rows
 
 
+class DividedModel(Model):
+    """The small model with the layers before its all-reduces divided among ranks, whose bf16 products are summed in a wire format."""
+
+    def __init__(self, config: dict, weights: dict[str, Tensor], ranks: int, wire_format: str):
+        super().__init__(config, weights)
+        self.ranks, self.wire_format = ranks, wire_format
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """Apply a linear layer, and the all-reduce behind it."""
+        if not name.endswith(("o_proj", "down_proj")):
+            return super().linear(name, x)
+        parts = zip(x.chunk(self.ranks, -1), self.weights[f"{name}.weight"].chunk(self.ranks, -1))
+        return sums([functional.linear(*part).bfloat16() for part in parts])[self.wire_format].float()
+
+
+def perplexities(ranks: list[int], weights: dict[str, Tensor], text: Tensor) -> list[tuple[str, ...]]:
+    """Return the table of perplexities on sequences of tokens [sequences, tokens]."""
+    formats = [*sums([torch.zeros(1, COLUMNS)])]
+    rows: list[tuple[str, ...]] = [("ranks", *formats)]
+    weights = {name: weight.float() for name, weight in weights.items()}
+    with torch.no_grad():
+        for number in ranks:
+            models = [DividedModel(trained.CONFIGS["llama"], weights, number, name) for name in formats]
+            rows.append((str(number), *(f"{math.exp(model.loss(text)):.4f}" for model in models)))
+    return rows
+
+
 def sharded(rows: int, hidden: int, ranks: int, arch: Arch) -> float:
     """Return the predicted us of a launch whose ranks norm their own rows: bf16 is scattered, static FP8 gathered.
 
@@ -126,8 +162,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, values in (("ranks", [2, 4, 8]), ("hidden", [16384, 7168]), ("rows", [32, 64, 128])):
         parser.add_argument(f"--{name}", type=int, nargs="+", default=values, help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=32768, help="of the held-out text (default: %(default)s)")
     given = parser.parse_args(argv)
     show("relative error of the sum beside float64", errors(given.ranks))
+    weights, held_out = trained.trained_weights("llama", trained.cache()), trained.held_out(trained.cache())
+    text = trained.windows(given.tokens, held_out)
+    show("perplexity of the small Llama", perplexities(given.ranks, weights, text))
     for product, name in PRODUCTS.items():
         show(f"predicted us on {product}", times(given.ranks, given.hidden, given.rows, archs.named(name)))
 

@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 
+import all_reduce_wire
 import checkpoints
 import marks
 import plain
@@ -172,6 +173,19 @@ def test_the_held_out_text_stays_that_of_the_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(trained, "text", lambda held_out: torch.zeros(1000, dtype=torch.uint8))
     assert torch.equal(trained.windows(512, trained.held_out(tmp_path)), before)
     assert not torch.equal(trained.windows(512), before)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_more_bits_are_sent_between_ranks_the_nearer_are_the_logits(ranks):
+    """The ranks' products add up to the whole model's."""
+    weights = {name: weight.float() for name, weight in random_weights("llama").items()}
+    config, tokens = trained.CONFIGS["llama"], trained.windows(trained.WINDOW)[:1, :64]
+    exact = trained.Model(config, weights).logits(tokens)
+    off = {
+        name: (all_reduce_wire.DividedModel(config, weights, ranks, name).logits(tokens) - exact).norm() / exact.norm()
+        for name in ("bf16", "fp8, gfx942", "INT4")
+    }
+    assert 0 < 3 * off["bf16"] < off["fp8, gfx942"] < off["INT4"] / 2 < 0.1, off
 
 
 def test_too_few_tokens_are_refused(capsys):
