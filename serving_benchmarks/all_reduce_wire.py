@@ -9,7 +9,7 @@ INT4 is QuickReduce's in vLLM 0.33, which quantizes blocks of 32 values in each 
     outliers    the same, 0.1 % of the columns a thousand times as large
     opposed     pairs of ranks with nearly opposite values: the sum is a tenth of what each rank sends
 
-Perplexity is that of the small Llama of quality/trained.py on held-out text, in PyTorch: fp32, but each of its four all-reduces per token
+Perplexities are of the small Llama of quality/trained.py on held-out text, in PyTorch: fp32, but each of its four all-reduces per token
 gets the bf16 products of the ranks' shares of o_proj and down_proj. Every call has the format, as none has in vLLM, where small calls stay
 bf16. If the model is not cached, it is trained, in a minute.
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_rocm_ops.collectives import flagged, launches
+from vllm_rocm_ops.collectives import flagged, launches, qk_norm
 from vllm_rocm_ops.collectives import wire as wires
 from vllm_rocm_ops.collectives.launches import Group, Sum
 from vllm_rocm_ops.core import arguments, envs, kernel_arguments
@@ -108,8 +108,8 @@ class AllReduce:
         """Return `op` of the sum of all ranks' inputs.
 
         Args:
-            op: A norm of ops/rms_norm.py.
-            args: Its arguments, with this rank's input first. An addend is added to input, not to the sum.
+            op: A norm of ops/rms_norm.py, or `qk_norm_rope_and_cache`, whose norms are then over the heads of all ranks.
+            args: Its arguments, with this rank's input first, or its heads. An addend is added to input, not to the sum.
             with_norm: Return the norm before its quantization as well, after the op's results. False for
                 `rms_norm_and_per_block_quant`, which returns both.
 
@@ -164,19 +164,25 @@ class AllReduce:
 
     def _decide(self, op: Op | None, with_norm: bool, args: tuple) -> Execution:
         a = self._arguments(op, args)
-        name = "all_reduce" if op is None else f"all_reduce_{op.name}"
-        if rows_of(a.input) == 0:
-            return Execution(name, "nothing to do", lambda args: run_fallback(op, with_norm, torch.clone, args))
+        name, input = "all_reduce" if op is None else f"all_reduce_{op.name}", a[0]
+
+        def fallback(all_reduce: Callable) -> Callable[[tuple], object]:
+            if op is qk_norm.OP:
+                return functools.partial(qk_norm.run_fallback, all_reduce, self.group.ranks)
+            return functools.partial(run_fallback, op, with_norm, all_reduce)
+
+        if rows_of(input) == 0:
+            return Execution(name, "nothing to do", fallback(torch.clone))
         planner, why = choose_protocol(op, a, self.arch, self.group)
         if planner is None:
             if self._fallback is None:
                 raise ValueError(f"{name}: {why}; for calls without a kernel, `all_reduce` must be given, got None")
-            run = functools.partial(run_fallback, op, with_norm, self._fallback)
-            return Execution(name, FALLBACK + why, run, is_fallback=True)
-        outputs = torch.empty_like(a.input, memory_format=torch.contiguous_format) if op is None else op.allocate(a)
-        normed = a.input.new_empty(a.input.shape) if with_norm else None
+            return Execution(name, FALLBACK + why, fallback(self._fallback), is_fallback=True)
+        outputs = torch.empty_like(input, memory_format=torch.contiguous_format) if op is None else op.allocate(a)
+        normed = input.new_empty(input.shape) if with_norm else None
         config = planner.default(a, self.arch, self.group)
-        planned = launches.plan(op, a, outputs, normed, config, self.group)
+        plan = qk_norm.plan if planner is qk_norm else launches.plan
+        planned = plan(op, a, outputs, normed, config, self.group)
         if with_norm:
             outputs = (*(outputs if isinstance(outputs, tuple) else (outputs,)), normed)
         code = core.built(planned.module, self.arch.name)
@@ -186,22 +192,25 @@ class AllReduce:
         runtime, why = core.runtime()
         if why:
             raise RuntimeError(f"{name}: {why}")
-        device = a.input.device
+        device = input.device
         handles = [runtime.load(str(code), planned.symbol, device.index)]
         run = bind_device(runtime, device, (planned,), handles, packers, outputs, a, ADVICE)
         return Execution(name, planned.symbol, run)
 
 
 def choose_protocol(op: Op | None, a, arch: Arch, group: Group):
-    """Return (module, ""): launches or flagged, whichever predicts the lower cost; (None, reason) if none supports the call."""
+    """Return (module, ""): launches or flagged, whichever predicts the lower cost; (None, reason) if none supports the call.
+
+    Norms of queries and keys have one protocol, qk_norm.
+    """
     supporting = []
-    for module in (launches, flagged) if group.payload else (launches,):
+    for module in (qk_norm,) if op is qk_norm.OP else (launches, flagged) if group.payload else (launches,):
         broken = [rule for rule, holds in module.rules(op, a, arch, group) if not holds]
         if not broken:
             supporting.append(module)
     if not supporting:
         return None, f"the kernels require that {'; '.join(broken)}"
-    if len(supporting) == 1 or rows_of(a.input) == 0:
+    if len(supporting) == 1 or rows_of(a[0]) == 0:
         return supporting[0], ""
     return min(supporting, key=lambda module: module.cost(module.default(a, arch, group), a, arch, group)), ""
 

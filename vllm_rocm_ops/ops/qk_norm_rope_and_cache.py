@@ -65,7 +65,7 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     yield from rotation.can_implement(rotation.heads_parts, a, arch)
     size, largest = _size(a), max(MAX_HEAD_SIZES.values())
     yield f"heads of queries have a multiple of {LANE_ELEMENTS} elements", size % LANE_ELEMENTS == 0
-    if _is_over_all(a):
+    if is_over_all(a):
         lanes, largest = min(MAX_HEAD_SIZES.items())
         most = MAX_THREADS // lanes
         yield f"a norm is over at most {most} heads", max(_heads(a)) <= most
@@ -87,7 +87,7 @@ def _heads(a) -> tuple[int, int]:
     return p.query.shape[1], p.layout.heads
 
 
-def _is_over_all(a) -> bool:
+def is_over_all(a) -> bool:
     """True if the norms are over all heads."""
     return a.q_weight.shape[0] != _size(a)
 
@@ -102,7 +102,7 @@ def _configs(a, arch: Arch) -> list[rotation.RopeConfig]:
     if size % LANE_ELEMENTS or size > max(MAX_HEAD_SIZES.values()):
         return []
     found = rotation.configs(a, arch)
-    if not _is_over_all(a) or not found:
+    if not is_over_all(a) or not found:
         return found
     lanes, largest = min(MAX_HEAD_SIZES.items())
     threads = -(-max(_heads(a)) * lanes // rotation.WAVE) * rotation.WAVE
@@ -112,10 +112,10 @@ def _configs(a, arch: Arch) -> list[rotation.RopeConfig]:
 
 def _first_copied(config: rotation.RopeConfig, a) -> int:
     """Return the first work item that copies values. With norms over all heads, they follow one block of queries and one of keys."""
-    return 2 * config.threads if _is_over_all(a) else rotation.first_copied(rotation.heads_parts(a), _lanes(a))
+    return 2 * config.threads if is_over_all(a) else rotation.first_copied(rotation.heads_parts(a), _lanes(a))
 
 
-def _items(config: rotation.RopeConfig, a) -> int:
+def items(config: rotation.RopeConfig, a) -> int:
     """Return the work items of a token, one per thread."""
     p = rotation.heads_parts(a)
     return _first_copied(config, a) + p.layout.heads * (p.sizes[1] // attention.VECTOR)
@@ -126,9 +126,10 @@ def _has_offset(a) -> bool:
     return a.one_plus_weight or rotation.sections(a) > 0
 
 
-def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
+def problem_args(config: rotation.RopeConfig, a, ranks: int = 1) -> dict:
+    """Return the fields of the kernels' problem. A norm over all heads takes in this many ranks."""
     p, lanes, size = rotation.heads_parts(a), _lanes(a), _size(a)
-    query_heads, kv_heads = _heads(a) if _is_over_all(a) else (1, 1)
+    query_heads, kv_heads = (ranks * heads if is_over_all(a) else 1 for heads in _heads(a))
     args = {
         **rotation.problem_fields(p, a, lanes),
         "first_copied": _first_copied(config, a),
@@ -147,15 +148,20 @@ def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
             "width_pairs": a.width_pairs,
             "position_stride": a.positions.stride(0) if rotation.sections(a) else 0,
         }
-    if _is_over_all(a):
+    if is_over_all(a):
         args |= {"inverse_keys_size": 1.0 / (kv_heads * size)}
-    kind = f"{'_offset' * _has_offset(a)}{'_all_heads' * _is_over_all(a)}_{MAX_HEAD_SIZES[lanes]}"
-    return rotation.launches("qk_norm_rope_and_cache", config, p, _items(config, a), args, kind)
+    return args
+
+
+def _plan(config: rotation.RopeConfig, outputs, a, arch: Arch) -> list[Launch]:
+    kind = f"{'_offset' * _has_offset(a)}{'_all_heads' * is_over_all(a)}_{MAX_HEAD_SIZES[_lanes(a)]}"
+    p, args = rotation.heads_parts(a), problem_args(config, a)
+    return rotation.launches("qk_norm_rope_and_cache", config, p, items(config, a), args, kind)
 
 
 def _cost(config: rotation.RopeConfig, a, arch: Arch) -> dict[str, float]:
     p = rotation.heads_parts(a)
-    return rotation.cost(config, p, _items(config, a), p.sizes[0], arch)
+    return rotation.cost(config, p, items(config, a), p.sizes[0], arch)
 
 
 # Cases
@@ -231,9 +237,26 @@ def _cases() -> Iterator[Case]:
     yield case("over-all-no-tokens", 0, (2, 1), 64, over_all=True)
 
 
-def _normalized(x: Tensor, weight: Tensor, epsilon: float, one_plus_weight: bool) -> Tensor:
-    z, w = exact(x), 1.0 + exact(weight) if one_plus_weight else weight
-    return (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + epsilon) * w).to(x.dtype)
+def queries_and_keys(a) -> tuple[Tensor, Tensor]:
+    """Return the heads [tokens, heads, size] of queries and of keys."""
+    p = rotation.heads_parts(a)
+    return p.query, p.key
+
+
+def mean_square(x: Tensor, over_all: bool) -> Tensor:
+    """Return the mean square of each head [tokens, heads, size], or of all heads of a token, with `size` and `heads` kept as 1."""
+    return exact(x).square().mean((1, 2) if over_all else 2, keepdim=True)
+
+
+def run_with_means(a, means: list[Tensor]) -> None:
+    """Run the op in plain PyTorch, given the mean squares of queries and keys."""
+    p, size = rotation.heads_parts(a), _size(a)
+    outs = [attention.heads(out, size) for _, out in _outs(a)]
+    for x, (_, weight), mean, out in zip((p.query, p.key), _weights(a), means, outs):
+        w = (1.0 + exact(weight) if a.one_plus_weight else weight).unflatten(0, (-1, size))
+        out.copy_((exact(x) * torch.rsqrt(mean + a.epsilon) * w).to(x.dtype))
+        rotation.rotate(out, a.positions, a.cos_sin_cache, a.is_neox, a.height_pairs, a.width_pairs)
+    rotation.write(p.layout, outs[1], p.value, a.slot_mapping, p.scales)
 
 
 @functools.partial(
@@ -298,10 +321,4 @@ def qk_norm_rope_and_cache(
         query, key, value, q_weight, k_weight, epsilon, positions, cos_sin_cache, is_neox, query_out, key_out,
         key_cache, value_cache, slot_mapping, k_scale, v_scale, one_plus_weight, height_pairs, width_pairs,
     )  # fmt: skip
-    p, over_all = rotation.heads_parts(a), _is_over_all(a)
-    outs = [attention.heads(x, p.sizes[0]) for x in (query_out, key_out)]
-    for x, weight, out in zip((p.query, p.key), (q_weight, k_weight), outs):
-        rows = x.flatten(1) if over_all else x
-        out.copy_(_normalized(rows, weight, epsilon, one_plus_weight).view(x.shape))
-        rotation.rotate(out, positions, cos_sin_cache, is_neox, height_pairs, width_pairs)
-    rotation.write(p.layout, outs[1], p.value, slot_mapping, p.scales)
+    run_with_means(a, [mean_square(x, is_over_all(a)) for x in queries_and_keys(a)])

@@ -88,9 +88,9 @@ __builtin_amdgcn_s_waitcnt(0x0f70);""", Code("flash_attention", "flash_attention
     Bug("keys' latent with another epsilon", "ops/mla_norm_rope_and_cache.hip", "kv_size, inverse_kv_size, epsilon}",
         "kv_size, inverse_kv_size, 1.0f}",
         Cases(ops.mla_norm_rope_and_cache, "bf16-block", on="gfx950", said="output kv_out: error|NaNs differ")),
-    Bug("slot -1 written", "ops/rope_and_cache.hip", "if (at < 0) return;", "if (token >= p.num_slots) return;",
+    Bug("slot -1 written", "attention/rope_and_cache.h", "if (at < 0) return;", "if (token >= p.num_slots) return;",
         Cases(ops.rope_and_cache_mla, "bf16-fp8", said="is in no tensor")),
-    Bug("norm not rounded before the rotation", "ops/rope_and_cache.hip",
+    Bug("norm not rounded before the rotation", "attention/rope_and_cache.h",
         "round_to<T>(x.pair[i] * inverse_rms * w.pair[i])", "x.pair[i] * inverse_rms * w.pair[i]",
         Tests("test_same_bits.py::test_one_launch_gives_the_bits_of_three[gfx942-dtype0-False]", module="rope_and_cache")),
 )

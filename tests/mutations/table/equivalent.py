@@ -11,7 +11,7 @@ EQUIVALENT: dict[str, str] = {
     "gemm/skinny/epilogue.h:has_partial:bound:1": "each value has a slot; what is stored and loaded for token m is not an output",
     "gemm/skinny/schedule.h:after:bound:1": "a tile gets one more unit, which is of zeros: `bytes_left` is 0 there",
     "gemm/tiled/rasterize.h:rasterize:bound:1": "both branches are the same number where they meet",
-    "ops/rope_and_cache.hip:angles_by_sections:bound:1": "where they meet the pair is a multiple of three, of section 0",
+    "attention/rope_and_cache.h:angles_by_sections:bound:1": "where they meet the pair is a multiple of three, of section 0",
     "ops/silu_and_mul_with_expert_gate.hip:load:bound:2": "both sides are multiples of kChunk, which the op requires",
     "ops/standalone/softmax.hip:softmax_online:bound:4": "loads and stores of the body have the loop's condition",
 }

@@ -5,10 +5,23 @@ from vllm_rocm_ops import ops
 from ..bug import Bug, Cases, Tests
 
 HERE = Tests("test_rope_and_cache_seam.py")
+RANKS = Tests("emulator/test_all_reduce_qk_norm.py", module="all_reduce_qk_norm")
 
 # fmt: off
 BUGS = (
-    Bug("the first head's weight for all", "ops/rope_and_cache.hip", "(kAllHeads ? head * 2 * kChunk * p.head_vecs : 0)",
+    Bug("a rank's own heads left out of the sum of all", "ops/all_reduce_qk_norm.hip", "peer == group.rank ? squares :",
+        "peer == group.rank ? 0.0f :", RANKS),
+    Bug("the sum of queries for that of keys", "ops/all_reduce_qk_norm.hip", "u32(token) * kNorms + u32(part)",
+        "u32(token) * kNorms", RANKS),
+    Bug("a mean over one rank's heads", "attention/rope_and_cache.h", "heads * ranks.ranks()", "heads",
+        RANKS),
+    Bug("the inverse of one rank's heads", "collectives/qk_norm.py", "problem_args(config, a, group.ranks)",
+        "problem_args(config, a)", RANKS),
+    Bug("an epoch that ends with a part of the blocks", "collectives/qk_norm.py", '"blocks": count', '"blocks": len(a.query)',
+        RANKS),
+    Bug("more blocks of head norms than are resident", "collectives/qk_norm.py", "blocks(config, a) <= group.blocks", "True",
+        RANKS),
+    Bug("the first head's weight for all", "attention/rope_and_cache.h", "(kAllHeads ? head * 2 * kChunk * p.head_vecs : 0)",
         "0", Cases(ops.qk_norm_rope_and_cache, "minimax-m2", on="gfx950", said="output query_out: error|NaNs differ")),
     Bug("norms summed over ranks as if by one", "vllm/attention/rope_pre_attention.py", "and norms[0].tp_world == 1", "", HERE),
     Bug("norms marked that stay vLLM's", "vllm/graph/markers.py", "if not getattr(q_norm, model_queries.MARKED, False) or",

@@ -213,7 +213,7 @@ def configs(a, arch: Arch) -> list[RopeConfig]:
 
 
 def of_heads(view: Tensor, tensor: Tensor) -> dict:
-    """Return the fields of `Heads` in csrc/ops/rope_and_cache.hip: a view's strides, and the tensor with its address."""
+    """Return the fields of `Heads` in csrc/attention/rope_and_cache.h: a view's strides, and the tensor with its address."""
     return {"data": tensor, "token_stride": view.stride(0), "head_stride": view.stride(1)}
 
 
