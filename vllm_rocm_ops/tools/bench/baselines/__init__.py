@@ -15,7 +15,7 @@ from torch.nn import functional
 from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.op import Op, registered
 from vllm_rocm_ops.models.fused_calls import EXPERT_GATES
-from vllm_rocm_ops.tools.bench.baselines import attention, experts, gated_delta_net, gemm, installed
+from vllm_rocm_ops.tools.bench.baselines import attention, experts, gated_delta_net, gemm, installed, routing
 from vllm_rocm_ops.vllm.graph import vllm_row_kernels
 
 ATTENTION, DECODE_ATTENTION, ADVICE = "attention", "decode-attention", "advice"
@@ -87,9 +87,9 @@ BASELINES: dict[str, dict[str, Baseline]] = {
     },
     "gemm": {"vllm": Baseline(gemm.cutlass_gemm, is_there=_has_cutlass)},
     "mxfp8_scaled_mm": {"triton": Baseline(gemm.triton_dot_scaled, is_there=_has_triton)},
-    "router_gemm_topk": {"linear and top-k": Baseline(gemm.linear_and_topk)},
-    **{op.name: {"four launches": Baseline(gemm.four_launches(alone))} for alone, (op, _) in EXPERT_GATES.items()},
-    "grouped_topk": {"vllm": Baseline(gemm.vllm_grouped_topk, is_there=_has_vllm)},
+    "router_gemm_topk": {"linear and top-k": Baseline(routing.linear_and_topk)},
+    **{op.name: {"four launches": Baseline(routing.four_launches(alone))} for alone, (op, _) in EXPERT_GATES.items()},
+    "grouped_topk": {"vllm": Baseline(routing.vllm_grouped_topk, is_there=_has_vllm)},
     "w4a16_gemm": {
         "vllm triton": Baseline(gemm.triton_w4a16, is_there=_has_vllm),
         "vllm marlin": Baseline(gemm.marlin_w4a16, gemm.marlin_weights, _has_vllm),
