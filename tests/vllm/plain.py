@@ -25,6 +25,7 @@ class Model:
         quantization = self.config.get("quantization_config") or {}
         self.upper_bound = quantization.get("activation_scale_ub")
         self.dtype = torch.bfloat16
+        self.quantizes = True  # inputs of MX-FP8 layers
 
     def logits(self, tokens: list[int], prompt_length: int) -> torch.Tensor:
         """Return the logits [tokens, vocabulary] after each token of a sequence."""
@@ -62,7 +63,8 @@ class Model:
         scale = self.weights[f"{name}.weight_scale"].float()
         if self.weights[f"{name}.weight_scale"].dtype == torch.uint8:
             groups = weight.float().unflatten(-1, (-1, GROUP)) * torch.exp2(scale - 127)[..., None]
-            values = self.rounded_to_powers(x.float().unflatten(-1, (-1, GROUP)))
+            values = x.float().unflatten(-1, (-1, GROUP))
+            values = self.rounded_to_powers(values) if self.quantizes else values
             return (values.flatten(-2) @ groups.flatten(-2).t()).to(self.dtype)
         if f"{name}.input_scale" not in self.weights:
             values = self.rounded(x.float(), None, self.upper_bound)

@@ -6,10 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import checkpoints
+import plain
 import pytest
 import test_selection
 import torch
-from engines import BASELINE, FLAVOURS, NOT_COMPILED, STEPS, counted, identity
+from engines import BASELINE, FLAVOURS, NOT_COMPILED, STEPS, counted, identity, prompts
 from marks import FULL, full
 
 pytestmark = pytest.mark.slow
@@ -192,6 +193,20 @@ def all_in(stats: dict[str, dict[str, int]]) -> dict[str, int]:
     """Return how often each op ran, and check that each ran kernels only."""
     assert not [(op, kernel) for op in stats for kernel in stats[op] if kernel.startswith("fallback")]
     return counted(stats)
+
+
+@full
+def test_gfx942_multiplies_packed_mx_weights(engines):
+    """Its layers of MX-FP8 run `mx_gemm` on bf16 inputs, for prompts too; tokens are of these weights with exact inputs."""
+    flavour = "llama", "mxfp8"
+    before = "from vllm_rocm_ops.vllm.linear import mxfp8_linear; mxfp8_linear.has_block_scales = lambda: False"
+    answer = engines.run_one(engines.job(flavour, emulate="gfx942", max_tokens=EMULATED_STEPS), before=before)
+    calls = expected_calls(flavour, EMULATED_STEPS)
+    assert all_in(answer["stats"]) == {op.replace("mxfp8_scaled_mm", "mx_gemm"): count for op, count in calls.items()}
+    model = plain.Model(engines.checkpoint(flavour))
+    model.quantizes = False
+    pairs = zip(prompts(flavour), answer["tokens"])
+    agree(answer, [model.logits(p + t[:-1], len(p))[len(p) - 1 :].log_softmax(-1) for p, t in pairs], EMULATED_STEPS)
 
 
 @full

@@ -27,6 +27,13 @@ from vllm_rocm_ops.vllm.linear import mx_weights
 MAX_TOKENS = 64  # default token limit, before timing (kernel_selection.py)
 
 
+def has_block_scales() -> bool:
+    """True if the platform has matrix instructions with block scales, as the CPU has for tests."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() or current_platform.supports_mx()
+
+
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x [M, K] quantized by vLLM: values [M, K], e4m3fn, and scales [M, K / 32], e8m0 in uint8."""
     return torch.ops.vllm.mxfp8_quantize(x, False, 0)
@@ -143,7 +150,6 @@ def install() -> None:
     """Insert the plugin's kernels first in vLLM's table."""
     from vllm.model_executor.kernels.linear.mxfp8 import rocm_native
     from vllm.model_executor.utils import replace_parameter
-    from vllm.platforms import current_platform
 
     takes_rows = rocm_native.RocmDotScaledMxfp8LinearKernel
     rocm_native.mxfp8_e4m3_quantize = accepting_rows(rocm_native.mxfp8_e4m3_quantize)
@@ -161,7 +167,7 @@ def install() -> None:
 
         @classmethod
         def is_supported(cls, compute_capability=None):
-            if not (current_platform.is_cpu() or current_platform.supports_mx()):
+            if not has_block_scales():
                 return False, "requires matrix instructions with block scales"
             return super().is_supported(compute_capability)
 
