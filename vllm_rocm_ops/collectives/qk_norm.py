@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import wire
-from vllm_rocm_ops.collectives.launches import KERNEL_RANKS, WORD_BYTES, Group
+from vllm_rocm_ops.collectives.launches import KERNEL_RANKS, Group
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.ops.shared import attention, rotation
@@ -50,12 +50,6 @@ def blocks(config: rotation.RopeConfig, a) -> int:
 def default(a, arch: Arch, group: Group) -> Config:
     """Return the configuration."""
     return Config(OP.configs(a, arch)[0].threads)
-
-
-def cost(config: Config, a, arch: Arch, group: Group) -> float:
-    """Return the predicted microseconds of the exchange, without the op's own cost."""
-    costs = arch.costs.collective
-    return len(a.query) * NORMS * WORD_BYTES / costs.peer_bytes_per_us(group.ranks) + costs.hop_us
 
 
 def symbol(is_fp8: bool, ranks: int) -> str:
