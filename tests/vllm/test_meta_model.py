@@ -220,7 +220,7 @@ def test_a_package_without_kernels_for_the_simulated_gpu_answers(monkeypatch, tm
             (package / path.name).symlink_to(path)
     (tmp_path / "sitecustomize.py").write_text(FOR_CUDA)
     monkeypatch.chdir(tmp_path)  # where the process looks first
-    monkeypatch.setattr(vllm_launches.vllm_rocm_ops, "__file__", str(package / "__init__.py"))
+    monkeypatch.syspath_prepend(tmp_path)
     builder = vllm_launches.Builder("gfx950")
     answer = builder.ask({"config": model_config.read("tiny-llama"), "tp": 1, "ep": None})
     builder.end()
