@@ -24,7 +24,7 @@ CLASSES = {  # by a pattern of the kernel's name; the first match counts
     ALL_REDUCE: r"all_?reduce|cross_device_reduce|nccl|multimem|all_?gather|reduce_?scatter|one_shot|two_shot",
     "attention": r"flash|fmha|attention|attn|mla_|_cache|_fwd_\w*kernel_stage|^reduce_segments|rotary|rope|triton_poi_\w*neg",  # that rotates
     EXPERTS: r"fused_moe_kernel|fused_experts_\w*(gate_up|down)|_matmul_ogs_",
-    NORMS: r"^(?!fused_experts|unquantized|batched_gemm).*(norm|silu|act_and_mul|clamp|quant|scaled_linear)|triton_(red|per)_",
+    NORMS: r"^(?!fused_experts|unquantized|batched_gemm|scaled_mm).*(norm|silu|act_and_mul|clamp|quant|scaled_linear)|triton_(red|per)_",
     "experts: routing, sorting, sums, quantization": r"fused_experts|moe|expert|topk|bitonic|sort|_combined_routing|_sum_bitmatrix|_reduce_grouped",
     "FP8 linears": r"scaled_mm|gemm_\w*fp8|e4m3|w8a8",
     "other GEMMs": r"gemm|gemv|nvjet|cutlass|cublas|splitk|Cijk|wvSplitK|matmul|_mm_",
