@@ -34,7 +34,7 @@ import formulas
 import torch
 from marks import AMD
 
-from vllm_rocm_ops.collectives import launches
+from vllm_rocm_ops import collectives
 from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core import op as op_module
 from vllm_rocm_ops.core.correctness import as_tuple, clone, unwritten_is_nan
@@ -317,7 +317,7 @@ class Found:
         """Return the kernels of one device that no call launched."""
         stamps = (launch.CODE / arch).glob("*.json")
         every = {symbol for stamp in stamps for symbol in json.loads(stamp.read_text())["kernels"]}
-        return sorted(every.difference(self.launched.get(arch, set()), *launches.symbols().values()))
+        return sorted(every.difference(self.launched.get(arch, set()), *collectives.kernels().values()))
 
     def table(self) -> str:
         """Return a line per op with the number of combinations that ran."""
