@@ -20,8 +20,10 @@ Times are by the costs of collectives/flagged.py, without a launch's fixed part.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -66,16 +68,21 @@ def int4(x: Tensor) -> Tensor:
     return (levels * scale).half().transpose(-1, -2).flatten(-3)
 
 
-def sums(inputs: list[Tensor]) -> dict[str, Tensor]:
-    """Return the sum of the ranks' inputs with each wire format."""
-    total = sum(int4(each.half().float()).half() for each in inputs)
-    by_format = {"bf16": sum(each.float() for each in inputs).bfloat16()}
-    by_format |= {
-        f"fp8, {name}": wire.fp8_sum(inputs, arch.fp8_dtype)
+def int4_sum(inputs: list[Tensor]) -> Tensor:
+    """Return QuickReduce's sum with INT4 in both stages."""
+    return int4(sum(int4(each.half().float()).half() for each in inputs).float())
+
+
+SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "bf16": lambda inputs: sum(each.float() for each in inputs).bfloat16(),
+    **{
+        f"fp8, {name}": functools.partial(wire.fp8_sum, fp8=arch.fp8_dtype)
         for name, arch in archs.ARCHS.items()
         if arch.vendor == "amd"
-    }
-    return by_format | {"INT4": int4(total.float())}
+    },
+    "INT4": int4_sum,
+}
+"""The sum of the ranks' inputs, by wire format."""
 
 
 def errors(ranks: list[int]) -> list[tuple[str, ...]]:
@@ -85,7 +92,7 @@ def errors(ranks: list[int]) -> list[tuple[str, ...]]:
         for kind in INPUTS:
             by_rank = inputs(kind, number)
             exact = sum(each.double() for each in by_rank)
-            found = {name: (each.double() - exact).norm() / exact.norm() for name, each in sums(by_rank).items()}
+            found = {name: (total(by_rank).double() - exact).norm() / exact.norm() for name, total in SUMS.items()}
             rows = rows or [("ranks", "inputs", *found)]
             rows.append((str(number), kind, *(f"{float(error):.2e}" for error in found.values())))
     return rows
@@ -103,17 +110,16 @@ class DividedModel(Model):
         if not name.endswith(("o_proj", "down_proj")):
             return super().linear(name, x)
         parts = zip(x.chunk(self.ranks, -1), self.weights[f"{name}.weight"].chunk(self.ranks, -1))
-        return sums([functional.linear(*part).bfloat16() for part in parts])[self.wire_format].float()
+        return SUMS[self.wire_format]([functional.linear(*part).bfloat16() for part in parts]).float()
 
 
 def perplexities(ranks: list[int], weights: dict[str, Tensor], text: Tensor) -> list[tuple[str, ...]]:
     """Return the table of perplexities on sequences of tokens [sequences, tokens]."""
-    formats = [*sums([torch.zeros(1, COLUMNS)])]
-    rows: list[tuple[str, ...]] = [("ranks", *formats)]
+    rows: list[tuple[str, ...]] = [("ranks", *SUMS)]
     weights = {name: weight.float() for name, weight in weights.items()}
     with torch.no_grad():
         for number in ranks:
-            models = [DividedModel(trained.CONFIGS["llama"], weights, number, name) for name in formats]
+            models = [DividedModel(trained.CONFIGS["llama"], weights, number, name) for name in SUMS]
             rows.append((str(number), *(f"{math.exp(model.loss(text)):.4f}" for model in models)))
     return rows
 

@@ -19,7 +19,8 @@ import pytest
 from marks import FULL
 
 HERE = Path(__file__).resolve().parent
-RECORD = HERE / ("data/seconds_full.csv" if FULL else "data/seconds.csv")
+DEFAULT = HERE / "data/seconds.csv"
+RECORD = HERE / "data/seconds_full.csv" if FULL else DEFAULT
 MEASURED = HERE.parent / "build" / RECORD.name
 BUDGET = 950
 """Seconds that all files may take as recorded, on a machine with other load: half of them on each of two cores."""
