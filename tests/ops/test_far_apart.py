@@ -36,6 +36,7 @@ OWN = {
     (ops.scaled_mm_silu_and_mul_quant, "scale_b"): COLUMN,
     **{(the_op, "expert_gate"): ROW for the_op in large.ROWS if "expert_gate" in the_op.Arguments._fields},
     (ops.stream_memory, "words"): "test_last_of_a_long_stream",
+    **dict.fromkeys(((the_op, "x") for the_op in (ops.mx_gemm, ops.w4a16_gemm)), "16 rows below 32 MB on NVIDIA"),
 }
 """Arguments that are not lengthened here, with the test that lengthens them or what bounds them."""
 

@@ -125,7 +125,7 @@ def _linear(tokens: int, inputs: Inputs, n: int, k: int, group: int, *has_bias: 
     allocate=lambda a: a.x.new_empty((*a.x.shape[:-1], PACK_FACTOR * a.weight.shape[1])),
     contract=_contract,
     can_implement=_can_implement,
-    configs=lambda a, arch: wave_split_k.configs(_skinny_sizes(a, arch), arch),
+    configs=lambda a, arch: wave_split_k.configs(_skinny_sizes(a, arch), TOKENS, arch),
     cost=lambda config, a, arch: wave_split_k.cost(config, _skinny_sizes(a, arch), arch),
     plan=_plan,
     problem=lambda a: {**dict(zip("mnk", _sizes(a))), "group": _group(a)},

@@ -54,8 +54,10 @@ def division(config: SkinnyConfig, of: Sizes) -> tuple[int, int, int]:
     return -(-of.n // of.rows), of_slice * split_k, of_slice if config.split_k else unit
 
 
-def configs(of: Sizes, arch: Arch) -> list[SkinnyConfig]:
-    """Return whole tiles, split-K and stream-K for a half to four blocks per compute unit."""
+def configs(of: Sizes, limits: dict[str, tuple[int, ...]], arch: Arch) -> list[SkinnyConfig]:
+    """Return whole tiles, split-K and stream-K for a half to four blocks per compute unit; none beyond the last of `limits`."""
+    if of.m > limits[arch.vendor][-1]:
+        return []
     tiles, steps, unit = division(SkinnyConfig(of.rows, 0, 1), of)
     most, units = steps // unit, arch.compute_units
     resident = [units * i for i in range(1, skinny_gemm.MAX_RESIDENT + 1)]
