@@ -14,7 +14,7 @@ from keys import key
 from marks import FULL
 
 from vllm_rocm_ops import collectives, ops
-from vllm_rocm_ops.collectives import wire
+from vllm_rocm_ops.collectives import qk_norm, wire
 from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core.stats import counter
 from vllm_rocm_ops.tools import first_start, smoke
@@ -164,7 +164,17 @@ class OverGloo:
 
     def __call__(self, op, x, *args):
         counter(f"all_reduce_{op.name}", "one launch").calls += 1
+        if op is qk_norm.OP:
+            return qk_norm.run_fallback(self.of_norms, torch.distributed.get_world_size(), (x, *args))
         return op.reference(self.sum(x), *args)
+
+    def of_norms(self, squares):
+        total = squares.clone()
+        torch.distributed.all_reduce(total)
+        return total * (2 if self.flips else 1)
+
+    def unsupported(self, op, x, *args):
+        return "too many tokens" * (len(x) > self.group.blocks)
 
     def check(self):
         if self.missing_after and self.launched > self.missing_after:

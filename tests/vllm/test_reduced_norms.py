@@ -432,7 +432,7 @@ def test_unsupported_groups_have_a_reason(monkeypatch):
 def test_a_step_whose_rank_was_missing_fails(name):
     """It fails before its results are used: at its end, or where vLLM waits for them."""
     reduce, worker = OverGloo(None, None, all_reduce=None), worker_of_one_norm()
-    step = all_reduce_timing.checked(getattr(worker, name), reduce.check)
+    step = all_reduce_norm.checked(getattr(worker, name), reduce.check)
     early = step()
     assert early is None or early.get_output() == "tokens"
     late = step()
@@ -474,9 +474,9 @@ def test_an_all_reduce_alone(shared):
     assert [all_reduce(other) for other in others] == ["vLLM's"] * 4
 
 
-def engine_of_two(engines, how: str, cache: str) -> dict:
+def engine_of_two(engines, how: str, cache: str, flavour=("llama", "token"), **environment: str) -> dict:
     """Return the answer of a compiled model on two ranks, where the plugin wins with fewer than five tokens."""
-    job = engines.job(("llama", "token"), compiled=True)
+    job = engines.job(flavour, compiled=True, environment=environment)
     job["engine"] |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     before = FORKED + f"import on_cpu; on_cpu.measure(); on_cpu.reduce({how})\n"
     tables = str(engines.folder / f"tables-{cache}")

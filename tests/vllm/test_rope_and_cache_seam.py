@@ -23,8 +23,15 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
 from vllm_rocm_ops.vllm import coverage, seam
-from vllm_rocm_ops.vllm.attention import backends, decoder, rope_and_cache, rope_pre_attention, split
-from vllm_rocm_ops.vllm.graph import compilation, compiled_ops, markers, model_queries
+from vllm_rocm_ops.vllm.attention import (
+    backends,
+    decoder,
+    reduced_head_norms,
+    rope_and_cache,
+    rope_pre_attention,
+    split,
+)
+from vllm_rocm_ops.vllm.graph import all_reduce_timing, compilation, compiled_ops, markers, model_queries
 from vllm_rocm_ops.vllm.selection import kernel_timing
 from vllm_rocm_ops.vllm.selection.key import COMPILED
 
@@ -36,7 +43,7 @@ LAYERS = checkpoints.LLAMA["num_hidden_layers"]
 # A layer
 
 
-OVER_ALL, TOGETHER = "over all heads", "over all heads, by one method"
+OVER_ALL, TOGETHER, OVER_RANKS = "over all heads", "over all heads, by one method", "over the heads of all ranks"
 """Norms of queries and keys, besides one per head."""
 
 
@@ -210,7 +217,6 @@ def test_other_norms_stay_the_compilers(found, what):
 
 
 NORMS_TOGETHER = {
-    "summed over ranks": ("q_norm.tp_world", 2),
     "one of a head": ("k_norm.weight", parameter(torch.ones(SIZE).bfloat16())),
     "weights in float32": ("k_norm.weight", parameter(torch.ones(KV_HEADS * SIZE))),
     "two epsilons": ("k_norm.variance_epsilon", 1e-3),
@@ -234,8 +240,6 @@ def test_norms_over_all_heads_that_stay_vllms(found, monkeypatch, what):
     change(layer, *NORMS_TOGETHER[what])
     [front] = found(layer)
     assert front.op is PLAIN and front.norms == ()
-    named = {name for kind, _, name in coverage.layers(layer) if kind == "norms"}
-    assert any("sums over ranks" in name for name in named) == (what == "summed over ranks")
 
 
 def test_layers_that_share_a_rotation_are_served_together(found):
@@ -283,7 +287,10 @@ class Traced(torch.nn.Module):
         if self.change == "a copy that may be none":
             k, v = k.contiguous(), k
         read = q if self.change == "queries read" else qkv if self.change == "the projection read" else None
-        if self.change == TOGETHER:
+        if self.change == OVER_RANKS:
+            of_ranks = HEADS * SIZE, KV_HEADS * SIZE, 0, 2, 1e-6, None
+            q, k = torch.ops.vllm.minimax_qk_norm_fusion(qkv, self.q_all, self.k_all, *of_ranks)
+        elif self.change == TOGETHER:
             q, k = markers.BOTH_NORMS(q, k, self.q_all, self.k_all, 1e-6)
         elif self.normed:
             q_weight, k_weight = self.q_weight.data, self.k_weight.data
@@ -496,7 +503,8 @@ def test_graphs_are_changed_before_they_are_split(dynamo, monkeypatch):
     monkeypatch.setattr(compilation, "split_graph", lambda graph, splitting_ops: given.append(graph.code))
     monkeypatch.setattr(CompilationConfig, "set_splitting_ops_for_v1", lambda self: None)
     monkeypatch.setattr(compiled_ops, "pattern_finders", [])
-    monkeypatch.setattr(split, "define", lambda *_: None)
+    monkeypatch.setattr(split, "define", lambda *_, **__: None)
+    monkeypatch.setattr(all_reduce_timing, "finders", [])
     monkeypatch.setattr(split, "_changes", [])
     rope_and_cache.install()
     assert compiled_ops.pattern_finders == [rope_and_cache.pre_attentions]
@@ -505,7 +513,7 @@ def test_graphs_are_changed_before_they_are_split(dynamo, monkeypatch):
     )
     for settings in (splits, splits, whole):
         CompilationConfig.set_splitting_ops_for_v1(settings)
-    assert splits.splitting_ops == [rope_and_cache.UPDATE, rope_and_cache.TORCH_OP]
+    assert splits.splitting_ops == [rope_and_cache.UPDATE, rope_and_cache.TORCH_OP, reduced_head_norms.TORCH_OP]
     assert rope_and_cache.TORCH_OP not in whole.splitting_ops
     split._wrap.cache_clear()
     for _ in range(2):

@@ -2,7 +2,7 @@
 
 `rope_and_cache` rotates queries and keys and writes the cache. `qk_norm_rope_and_cache` normalizes the heads first, as
 in Qwen3, GLM and Gemma. It reads Qwen3-Next's queries between the gates of attention's output, which stay in place: what reshapes
-a gate moves behind attention. The norms may be over all heads, as MiniMax-M2's with one rank. Other norms stay the compiler's.
+a gate moves behind attention. Norms may be over all heads, as MiniMax-M2's, and over ranks (reduced_head_norms.py). Others stay vLLM's.
 
 vLLM splits a compiled model at each cache update, so the rotation and the update are in two pieces, and a pass on a
 piece sees only one. This seam changes the whole graph before vLLM splits it. There a rotation is a marker
@@ -27,9 +27,9 @@ from torch import Tensor, fx
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.shared import rotation
 from vllm_rocm_ops.vllm import seam
-from vllm_rocm_ops.vllm.attention import backends, decoder, split
+from vllm_rocm_ops.vllm.attention import backends, decoder, reduced_head_norms, split
 from vllm_rocm_ops.vllm.attention.rope_pre_attention import OWN_KERNEL, RopePreAttention, norms_of
-from vllm_rocm_ops.vllm.graph import compilation, compiled_ops
+from vllm_rocm_ops.vllm.graph import all_reduce_timing, compilation, compiled_ops
 
 logger = logging.getLogger("vllm.vllm_rocm_ops")
 
@@ -156,13 +156,24 @@ def sections_of(rotary: torch.nn.Module, config) -> tuple[int, int]:
 
 
 def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAttention]:
-    """Yield the parts of a model's layers that the op may serve. A rotation that layers share is served in all or none."""
-    from vllm.config import get_current_vllm_config
-    from vllm.model_executor.layers.attention import Attention
-
+    """Yield the parts of a model's layers that one rank may serve."""
     for layer in model.modules():  # vLLM keeps rotations for the process's next model
         if vars(layer).pop("rocm_ops_taken", None):
             layer._forward_method = layer.forward_native
+    yield from served_parts(model, compiles)
+
+
+def reduced(config, model: torch.nn.Module, group, reduce) -> Iterator[reduced_head_norms.Comparison]:
+    """Yield the comparisons of norms over a group's ranks."""
+    parts = served_parts(model, compilation.is_compiled(config, model), True)
+    yield from reduced_head_norms.comparisons(parts, group, reduce)
+
+
+def served_parts(model: torch.nn.Module, compiles: bool, over_ranks: bool = False) -> Iterator[RopePreAttention]:
+    """Yield the parts of a model's layers that an op may serve. A rotation that layers share is served in all or none."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
     config = get_current_vllm_config()
     settings = config.compilation_config
     splits = UPDATE in (settings.splitting_ops or ()) and not settings.use_inductor_graph_partition
@@ -176,13 +187,13 @@ def pre_attentions(model: torch.nn.Module, compiles: bool) -> Iterator[RopePreAt
             continue
         part = None
         if not any(unsupported_features(attn, rotary, dtype)):
-            norms, sections = norms_of(layer, attn, dtype), sections_of(rotary, config)
+            norms, sections = norms_of(layer, attn, dtype, over_ranks), sections_of(rotary, config)
             own_kernel = getattr(layer, OWN_KERNEL, False)  # with the norms
             if norms or not (any(sections) or own_kernel):  # only the op with norms rotates by sections
                 part = RopePreAttention(layer, norms, sections, dtype, baseline)
         by_rotary.setdefault(rotary, []).append(part if part and part.has_kernels() else None)
     for of_rotary in by_rotary.values():
-        if None not in of_rotary and len({bool(part.norms) for part in of_rotary}) == 1:
+        if None not in of_rotary and len({(bool(part.norms), part.ranks) for part in of_rotary}) == 1:
             split.before(rewrite)
             for part in of_rotary:
                 part.peers = tuple(of_rotary)
@@ -234,7 +245,7 @@ def is_own(node: fx.Node) -> bool:
                 return False
             node = parts.args[0]
         else:
-            return split.makes_memory(node)
+            return split.makes_memory(node.args[0] if node.target is operator.getitem else node)
     return False
 
 
@@ -247,6 +258,9 @@ def normed(node: fx.Node) -> tuple[fx.Node, fx.Node, float, bool] | None:
     if node.target is operator.getitem and node.args[0].target is BOTH_NORMS:
         both, of = node.args
         return both.args[of], both.args[2 + of], both.args[4], False
+    if node.target is operator.getitem and reduced_head_norms.is_vllms(node.args[0]):
+        both, of = node.args
+        return both.args[0], both.args[1 + of], both.args[7], False
     is_whole = split.op_of(node) == NORM and not any(size is not None for size in node.args[3:])
     if not is_whole or len(node.args) < 3 or node.kwargs:
         return None
@@ -327,6 +341,10 @@ def rewrite(graph: fx.Graph, splitting_ops: list[str]) -> int:
     for marker, place in places.items():
         positions, q, k, table, sizes, is_neox, norms = marker.args
         update, attention = place.update, place.attention
+        if place.sources[0] is place.sources[1]:  # a projection
+            reduced_head_norms.place(graph, place, positions)
+            erase([update, *place.views, marker, q, k])
+            continue
         with graph.inserting_before(update):
             heads = [
                 graph.call_method("view", (source, *view.args[1:])) for source, view in zip(place.sources, place.views)
@@ -384,8 +402,11 @@ def probe() -> None:
 def install() -> None:
     """Define the op, and have vLLM split compiled models at it. `fronts` has graphs changed."""
     split.define(attention_front, "q", "k", "q_out", "k_out")
-    split.also_at(TORCH_OP, UPDATE)
+    split.define(reduced_head_norms.reduced_attention_front, fake=reduced_head_norms.fake)
+    for name in (TORCH_OP, reduced_head_norms.TORCH_OP):
+        split.also_at(name, UPDATE)
     compiled_ops.pattern_finders.append(pre_attentions)
+    all_reduce_timing.finders.append(reduced)
 
 
 SEAM = seam.Seam(

@@ -3,7 +3,7 @@
 compiled_ops.py times the call against vLLM's layers and their backend's cache write.
 
 In MiniMax-M2 one PyTorch method of the norms' class computes both norms, over all heads, so a served layer marks them in the graph. With
-tensor parallelism vLLM all-reduces their sums of squares: such norms stay vLLM's.
+tensor parallelism an op of vLLM's computes them, which sums squares over ranks (reduced_head_norms.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ OWN_KERNEL = "use_fused_qk_norm_rope_gate"
 SEPARATE = {"RocmOpsRMSNorm"}, {"RocmOpsGemmaRMSNorm"}
 JOINT_NORM = "MiniMaxText01RMSNormTP"
 """Classes of vLLM's norms that are called one by one, and the class whose `forward_qk` computes both."""
+REDUCED, OPERANDS = (
+    "minimax_qk_norm_fusion",
+    ["qkv", "q_weight", "k_weight", "q_size", "kv_size", "tp_rank", "tp_world", "eps", "workspace"],
+)
+"""The op that computes both with tensor parallelism, and its arguments."""
 
 
 def shape_of(
@@ -116,6 +121,11 @@ class RopePreAttention(LayerPart):
         self.name(shape, baseline)
 
     @property
+    def ranks(self) -> int:
+        """The ranks that a norm is over."""
+        return self.norms[0].tp_world if are_joint(self.norms) else 1
+
+    @property
     def columns(self) -> int:
         query, key, size = self.heads
         return ((1 + self.traits.is_gated) * query + 2 * key) * size
@@ -165,11 +175,15 @@ class RopePreAttention(LayerPart):
 
         Layers with a kernel of their own for norms and rotation, as Qwen3-Next's on CUDA, then call their modules instead.
         """
-        from vllm_rocm_ops.vllm.graph import markers
-
         taken = vars(self.rotary).setdefault("rocm_ops_taken", {})
         taken[self.pattern] = plugin_serves or self.decoder.is_forced
-        marks, serves = markers.of_rotation(self.rotary, bool(self.norms)), all(taken.values())
+        self.mark(all(taken.values()))
+
+    def mark(self, serves: bool) -> None:
+        """Have vLLM's graph mark the rotation, or not."""
+        from vllm_rocm_ops.vllm.graph import markers
+
+        marks = markers.of_rotation(self.rotary, bool(self.norms))
         self.rotary._forward_method = marks if serves else self.rotary.forward_native
         for part in self.peers:
             if are_joint(part.norms):
@@ -223,16 +237,20 @@ class RopePreAttention(LayerPart):
         cached = (read(*places).float() * scale for read, scale in zip((layout.keys, layout.values), scales))
         return [x.flatten(1) for x in (q, k, *cached)]
 
-    def exact(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> list[Tensor]:
+    def mean_squares(self, qkv: Tensor) -> list[Tensor]:
+        """Return what the norms of queries and keys divide by, squared, in float32."""
+        axes = (1, 2) if self.traits.over_all else 2
+        return [x.float().square().mean(axes, keepdim=True) for x in self.parts(qkv)[:2]]
+
+    def exact(
+        self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, means: list[Tensor] | None = None
+    ) -> list[Tensor]:
         q, k, v = (x.float().clone() for x in self.parts(qkv))
         if self.norms:
             *weights, epsilon = self.weights()
-            axes = (1, 2) if self.traits.over_all else 2
             q, k = (
-                x
-                * torch.rsqrt(x.square().mean(axes, keepdim=True) + epsilon)
-                * (weight.float() + self.traits.one_plus).unflatten(0, (-1, x.shape[2]))
-                for x, weight in zip((q, k), weights)
+                x * torch.rsqrt(mean + epsilon) * (weight.float() + self.traits.one_plus).unflatten(0, (-1, x.shape[2]))
+                for x, mean, weight in zip((q, k), means or self.mean_squares(qkv), weights)
             )
         angles = (
             self.model_positions(positions),
@@ -248,11 +266,16 @@ class RopePreAttention(LayerPart):
 # Norms of queries and keys
 
 
-def norms_of(layer: torch.nn.Module, attn: torch.nn.Module, dtype: torch.dtype) -> tuple[torch.nn.Module, ...]:
-    """Return the norms of queries and keys in a layer, or nothing where the op supports only what follows them."""
+def norms_of(
+    layer: torch.nn.Module, attn: torch.nn.Module, dtype: torch.dtype, over_ranks: bool = False
+) -> tuple[torch.nn.Module, ...]:
+    """Return the norms of queries and keys in a layer, or nothing where the op supports only what follows them.
+
+    With `over_ranks`, they may be over the ranks of a group.
+    """
     norms = tuple(getattr(layer, name, None) for name in ("q_norm", "k_norm"))
     kinds = {type(norm).__name__ for norm in norms}
-    if kinds not in SEPARATE and not (are_joint(norms) and norms[0].tp_world == 1):
+    if kinds not in SEPARATE and not (are_joint(norms) and (norms[0].tp_world == 1 or over_ranks and has_reduced_op())):
         return ()
     size, heads = attn.head_size, (attn.num_heads, attn.num_kv_heads)
     shapes = [tuple(norm.weight.shape) for norm in norms]
@@ -272,6 +295,13 @@ def are_joint(norms: tuple) -> bool:
     return [*inspect.signature(computes).parameters] == ["q_norm", "k_norm", "q", "k"]
 
 
+@functools.cache
+def has_reduced_op() -> bool:
+    """True if vLLM has the op of norms over ranks, with the expected arguments."""
+    op = getattr(torch.ops.vllm, REDUCED, None)
+    return op is not None and [argument.name for argument in op.default._schema.arguments] == OPERANDS
+
+
 def are_over_all(norms: tuple, size: int) -> bool:
     """True if norms are over all heads of this size."""
     return any(norm.weight.shape != (size,) for norm in norms)
@@ -280,7 +310,7 @@ def are_over_all(norms: tuple, size: int) -> bool:
 def norm_refusal(norm: torch.nn.Module) -> str:
     """Return why a norm stays vLLM's, empty if the plugin may serve it."""
     sums_over_ranks = type(norm).__name__ == JOINT_NORM and norm.tp_world > 1
-    return "whose squares vLLM sums over ranks" if sums_over_ranks else ""
+    return "whose squares vLLM sums over ranks, unless they time one launch to be faster" if sums_over_ranks else ""
 
 
 def normalized(norms: tuple, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:

@@ -51,16 +51,19 @@ def probe_layer_ops() -> None:
 
 
 def define(
-    function: Callable, *mutates: str, around: Callable[[Callable], Callable] = lambda function: function
+    function: Callable,
+    *mutates: str,
+    around: Callable[[Callable], Callable] = lambda function: function,
+    fake: Callable = lambda *_: None,
 ) -> None:
-    """Register an op of a layer with its outputs as mutated arguments. As in vLLM's own op, the cache is not an argument.
+    """Register an op of a layer with its outputs as mutated arguments, or as `fake` returns. As in vLLM's own op, the cache is no argument.
 
     The op calls the function with what is `around` it.
     """
     from vllm.utils.torch_utils import LayerNameType
 
     function.__annotations__["layer_name"] = LayerNameType
-    op.define(around(function), lambda *_: None, like=function, mutates=mutates)
+    op.define(around(function), fake, like=function, mutates=mutates)
 
 
 def before(change: Change) -> None:

@@ -9,6 +9,7 @@ token count.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 
@@ -209,3 +210,25 @@ def run_helper(reduce: Callable, one_plus: bool, x: Tensor, residual: Tensor, we
     """Return the norm and the residual as a function of `HELPERS` does."""
     residual = residual.clone() if one_plus else residual
     return reduce(ops.fused_add_rms_norm, x, residual, weight, epsilon, one_plus), residual
+
+
+def checked(run: Callable, check: Callable[[], None]) -> Callable:
+    """Wrap a worker's function to raise if a rank was missing in its step, once results are there."""
+
+    @functools.wraps(run)
+    def call(*arguments, **keywords):
+        result = run(*arguments, **keywords)
+        later = getattr(result, "get_output", None)
+        if later is None:
+            check()
+            return result
+
+        def get_output():
+            output = later()
+            check()
+            return output
+
+        result.get_output = get_output
+        return result
+
+    return call

@@ -12,8 +12,8 @@ AITER's fused kernel where a pass uses it. Baseline in other models: the functio
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
+import itertools
 import logging
 import statistics
 import sys
@@ -47,6 +47,8 @@ SETS, CALLS = 4, 16  # sets of inputs, calls per graph
 EPSILON, SCALE, GROUP = 1e-6, 0.05, 128
 AITER = "AITER"
 """The end of a key whose baseline is AITER's fused launch."""
+finders: list[Callable] = []
+"""Functions (config, model, group, reduce) that yield further comparisons like `AllReduceComparison`, of a worker's model."""
 
 
 # Candidates
@@ -91,12 +93,19 @@ def sizes(call: Call, group: launches.Group) -> list[int]:
 class AllReduceComparison:
     """Plugin and baseline for one all-reduce and norm. Inputs differ per rank, other arguments are equal."""
 
-    def __init__(self, call: Call, norm: torch.nn.Module | None, group, reduce: Callable, device: torch.device):
-        self.call, self.norm, self.group, self.reduce, self.device = call, norm, group, reduce, device
+    is_equal_on_ranks = True
+    """Whether all ranks must have the same bits."""
+
+    def __init__(self, call: Call, norm: torch.nn.Module | None, group, reduce: Callable):
+        self.call, self.norm, self.group, self.reduce, self.device = call, norm, group, reduce, group.device
         self.op = getattr(ops, call.norm) if call.norm else None
         name = f"{group.world_size}-ranks" + f"-{AITER}" * is_aiters(call)
         name += FP8_SUMS * (wire.FP8 in reduce.group.wires)
         self.key = Key(call.op.name, call.describe(), Baseline(name))
+
+    def token_counts(self) -> list[int]:
+        """Return the token counts to time."""
+        return sizes(self.call, self.reduce.group)
 
     def inputs(self, tokens: int, seed: int) -> tuple[list[Tensor], tuple]:
         """Return the inputs of all ranks, and the further arguments."""
@@ -181,6 +190,17 @@ class AllReduceComparison:
         normed = [y] * (2 if self.op is launches.NORM_AND_QUANT else 1)
         return [*normed, *([] if residual is None else [x])]
 
+    def apply(self, shared: GroupAllReduce, communicator) -> None:
+        """Replace vLLM's functions outside of compiled graphs where the launch serves."""
+        call = self.call
+        if not shared.wins(call, everywhere=is_aiters(call)):
+            return
+        if not call.norm:
+            communicator.all_reduce = all_reduce_norm.communicator(communicator.all_reduce, shared, call)
+        elif call.helper:
+            vllms = helper_of(call)
+            seam.replace_function(call.helper, vllms, all_reduce_norm.helper(vllms, shared, call))
+
 
 def helper_of(call: Call) -> Callable:
     """Return vLLM's function of that name."""
@@ -191,12 +211,9 @@ def helper_of(call: Call) -> Callable:
 # Timing
 
 
-def digest(tensors: list[Tensor]) -> str:
+def digest(tensors: tuple[Tensor, ...]) -> str:
     """Return a hash of the tensors' bits."""
-    hashed = hashlib.sha256()
-    for tensor in tensors:
-        hashed.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return hashed.hexdigest()
+    return hashlib.sha256(b"".join(x.contiguous().view(torch.uint8).cpu().numpy() for x in tensors)).hexdigest()
 
 
 def measure(both: AllReduceComparison, tokens: int, clock: GraphClock, agree: Callable) -> Measured:
@@ -215,18 +232,19 @@ def measure(both: AllReduceComparison, tokens: int, clock: GraphClock, agree: Ca
 
     def judge() -> tuple[str, str, float, float]:
         both.reduce.check()
-        rows, columns = torch.arange(tokens, device=both.device), torch.arange(both.call.hidden, device=both.device)
         errors = [0.0, 0.0]
         try:
             exact = both.exact(*sets[0])
             beside = both.with_fp8(*sets[0])  # its errors are known, and no others are allowed
             each = zip(plugin, *(beside or (baseline, exact)), strict=True)
-            errors, *_ = [comparison.check(*results, rows, columns) for results in each]
+            errors, *_ = [
+                comparison.check(x, *of, *(torch.arange(n, device=x.device) for n in x.shape)) for x, *of in each
+            ]
             if beside:
                 errors = [comparison.relative(one[0].float() - exact[0], exact[0]) for one in (plugin, baseline)]
         except Mismatch as error:
             return str(error), "", *errors
-        return "", digest(list(raw)), *errors
+        return "", digest(raw) if both.is_equal_on_ranks else "", *errors
 
     judged = agree(judge)
     wrong = [f"rank {number}: {why}" for number, (why, *_) in enumerate(judged) if why]
@@ -271,7 +289,7 @@ def measure_all(
         return record
 
     record = agree(after_crashes)[0]
-    todo = [(both, tokens) for both in every for tokens in sizes(both.call, both.reduce.group)]
+    todo = [(both, tokens) for both in every for tokens in both.token_counts()]
     done = []
     for both, tokens in sorted(todo, key=lambda item: (kernel_timing.priority(item[1]), item[1])):
         name = both.call.op.name
@@ -355,14 +373,14 @@ def turn_on(worker, group, clock: GraphClock, agree: Callable, create: Callable,
     except RuntimeError as error:  # on all ranks
         logger.info("vllm-rocm-ops: all-reduce stays vLLM's: %s", error)
         return
-    models = compilation.models_of(worker)
-    every = agree(
-        lambda: [
-            AllReduceComparison(call, norm, group, reduce, group.device)
-            for call, norm in calls_of(worker.vllm_config, models).items()
-        ],
-        keep=True,
-    )
+    config, models = worker.vllm_config, compilation.models_of(worker)
+
+    def found() -> list[AllReduceComparison]:
+        calls = calls_of(config, models).items()
+        others = [find(config, model, group, reduce) for find in finders for model in models]
+        return [*(AllReduceComparison(*call, group, reduce) for call in calls), *itertools.chain(*others)]
+
+    every = agree(found, keep=True)
     here = kernel_selection.machine()
     path = kernel_selection.path_of(here)
     known = agree(lambda: [both.key for both in every])
@@ -381,15 +399,10 @@ def turn_on(worker, group, clock: GraphClock, agree: Callable, create: Callable,
         return
     all_reduce_norm.groups[group.unique_name] = shared
     for both in every:
-        call, wins = both.call, shared.wins(both.call, everywhere=is_aiters(both.call))
-        if wins and not call.norm:
-            communicator.all_reduce = all_reduce_norm.communicator(vllm_all_reduce, shared, call)
-        elif wins and call.helper:
-            vllms = helper_of(call)
-            seam.replace_function(call.helper, vllms, all_reduce_norm.helper(vllms, shared, call))
+        both.apply(shared, communicator)
     for name in ("execute_model", "sample_tokens"):
         if hasattr(worker, name):
-            setattr(worker, name, checked(getattr(worker, name), reduce.check))
+            setattr(worker, name, all_reduce_norm.checked(getattr(worker, name), reduce.check))
 
 
 def made_choice(both: AllReduceComparison, decided: Decided) -> Choice:
@@ -398,25 +411,3 @@ def made_choice(both: AllReduceComparison, decided: Decided) -> Choice:
     choice.state, choice.plugin_by_tokens = "unmeasured", bytes(1)
     choice.decide(decided)
     return choice
-
-
-def checked(run: Callable, check: Callable[[], None]) -> Callable:
-    """Wrap a worker's function to raise if a rank was missing in its step, once results are there."""
-
-    @functools.wraps(run)
-    def call(*arguments, **keywords):
-        result = run(*arguments, **keywords)
-        later = getattr(result, "get_output", None)
-        if later is None:
-            check()
-            return result
-
-        def get_output():
-            output = later()
-            check()
-            return output
-
-        result.get_output = get_output
-        return result
-
-    return call
