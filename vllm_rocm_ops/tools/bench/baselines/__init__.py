@@ -136,8 +136,11 @@ def baselines(op: Op, shapes: str = "") -> dict[str, Baseline]:
 def of_experts(arguments: tuple) -> dict[str, Baseline]:
     """Return every form of vLLM's fused MoE in each of its tile sizes, for calls like this one, if vLLM is installed."""
     vllm = BASELINES["fused_experts"]["vllm"]
-    forms = experts.variants(arguments) if vllm.is_there() else {}
-    return {name: vllm._replace(call=call) for name, call in forms.items()}
+    if not vllm.is_there():
+        return {}
+    forms = {name: vllm._replace(call=call) for name, call in experts.variants(arguments).items()}
+    with_marlin = experts.is_int4(arguments) and installed.has_compiled("gptq_marlin_repack")
+    return forms | ({"vllm marlin": Baseline(experts.marlin, experts.marlin_prepare)} if with_marlin else {})
 
 
 def prepare(

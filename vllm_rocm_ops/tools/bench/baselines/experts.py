@@ -1,9 +1,9 @@
 """Call vLLM's fused MoE with the arguments of `fused_experts`.
 
 The forms are its functional `fused_experts` and the engine's modular kernel with `TritonExperts` (`TritonWNA16Experts` for INT4
-weights), all launches included. Both run with
-the tuned tile sizes that vLLM ships for this number of experts or one less, and with vLLM's defaults. A shared expert becomes one more
-global expert that every token lists with weight 1.
+weights), all launches included. Both run with the tuned tile sizes that vLLM ships for this number of experts or one less, and with
+vLLM's defaults. INT4 weights run with Marlin, too, which reads a copy in its order. A shared expert becomes one more global expert that
+every token lists with weight 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _quantization(a):
     workspace = importlib.import_module("vllm.v1.worker.workspace")
     if not workspace.is_workspace_manager_initialized():
         workspace.init_workspace_manager(a.w1.device)
-    if is_packed(a.w1) and torch.bfloat16 in kind.scales:
+    if is_int4(a):
         return config.int4_w4a16_moe_quant_config(
             a.w1_scale, a.w2_scale, w1_zp=None, w2_zp=None, block_shape=[0, kind.group]
         )
@@ -89,6 +89,40 @@ def aiter_prepare(*arguments) -> tuple[tuple, dict]:
 def aiter(tensors: tuple, options: dict):
     """Call AITER's fused MoE as vLLM does."""
     return _moe(".experts.rocm_aiter_moe").rocm_aiter_fused_experts(*tensors, **options)
+
+
+@functools.lru_cache(2)
+def _in_marlin_order(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return INT4 weights [E, N, K / 2] and their scales [E, N, K / group] as Marlin reads them."""
+    marlin = importlib.import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    n, k = weight.shape[1], columns_of(weight)
+    words = weight.view(torch.int32).transpose(1, 2).contiguous()
+    repacked = importlib.import_module("vllm._custom_ops").gptq_marlin_moe_repack(words, k, n, 4)
+    return repacked, marlin.marlin_moe_permute_scales(scale.transpose(1, 2).contiguous(), k, n, k // scale.shape[2])
+
+
+def marlin_prepare(*arguments) -> tuple[tuple, dict]:
+    """Return the tensors and keyword arguments of vLLM's call of Marlin for INT4 weights."""
+    (hidden, w1, w2, weights, ids), options = prepare(*arguments)
+    a = fused_experts.Arguments(*arguments)
+    if not is_int4(arguments) or options["expert_map"] is not None:
+        raise ValueError("it is called with INT4 weights and all experts on one GPU only")
+    marlin = importlib.import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    (w1, w1_scale), (w2, w2_scale) = _in_marlin_order(w1, a.w1_scale), _in_marlin_order(w2, a.w2_scale)
+    kind = importlib.import_module("vllm.scalar_type").scalar_types.uint4b8
+    given = {"workspace": marlin.marlin_make_workspace_new(hidden.device, 4)}
+    return (hidden, w1, w2, None, None, w1_scale, w2_scale, weights.float(), ids, kind.id), given
+
+
+def marlin(tensors: tuple, options: dict):
+    """Call vLLM's fused MoE with Marlin's GEMMs."""
+    return _moe(".experts.marlin_moe").fused_marlin_moe(*tensors, **options)
+
+
+def is_int4(arguments: tuple) -> bool:
+    """True if weights are INT4, with scales that are no powers of two."""
+    a = fused_experts.Arguments(*arguments)
+    return is_packed(a.w1) and torch.bfloat16 in scheme_of(a.w1, a.w1_scale).scales
 
 
 def _settings(tensors: tuple, options: dict):

@@ -128,29 +128,22 @@ def triton_w4a16(x, weight, scale, bias=None):
 
 
 def marlin_weights(x, weight, scale, bias=None):
-    """Return vLLM's Marlin kernel, and a layer of the same weights, which it has prepared."""
-    linear = importlib.import_module("vllm.model_executor.kernels.linear")
-    types = importlib.import_module("vllm.scalar_type").scalar_types
-    parameters = importlib.import_module("vllm.model_executor.parameter")
-    (k, words), group = weight.shape, len(weight) // len(scale)
-    sizes = k, 8 * words
-    config = linear.MPLinearLayerConfig(sizes, sizes, types.uint4b8, x.dtype, group, zero_points=False)
-    holds, why = linear.MarlinLinearKernel.can_implement(config)
-    _require(holds, f"a layer that Marlin supports: {why}")
+    """Return the arguments of vLLM's Marlin GEMM, with a copy of the weight in its order."""
+    marlin = importlib.import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    (k, n), group = (len(weight), 8 * weight.shape[1]), len(weight) // len(scale)
     shifts = torch.arange(0, 32, 4, device=weight.device, dtype=torch.int32)
-    rows = (weight.unsqueeze(-1) >> shifts & 15).flatten(1).t().reshape(8 * words, k // 8, 8)  # [N, K / 8, 8]
-    layer, given = torch.nn.Module(), {"weight_loader": None, "input_dim": 1, "output_dim": 0}
-    packed = (rows << shifts).sum(-1, dtype=torch.int32)
-    layer.weight = parameters.PackedvLLMParameter(data=packed, packed_dim=1, packed_factor=8, **given)
-    layer.scale = parameters.GroupQuantScaleParameter(data=scale.t().contiguous(), **given)
-    kernel = linear.MarlinLinearKernel(config, "weight", "scale")
-    kernel.process_weights_after_loading(layer)
-    return kernel, layer, x, bias
+    values = (weight.unsqueeze(-1) >> shifts & 15).flatten(1)
+    words = (values.unflatten(0, (-1, 8)) << shifts[:, None]).sum(1, dtype=torch.int32)  # [K / 8, N]
+    repacked = importlib.import_module("vllm._custom_ops").gptq_marlin_repack(words, k, n, 4)
+    scales, zero_points = marlin.marlin_permute_scales(scale.contiguous(), k, n, group), words.new_empty(0)
+    kind = importlib.import_module("vllm.scalar_type").scalar_types.uint4b8
+    return (x, repacked, scales, zero_points, marlin.marlin_make_workspace_new(x.device), kind, n, k), {"bias": bias}
 
 
-def marlin_w4a16(kernel, layer, x, bias):
-    """Call vLLM's Marlin kernel."""
-    return kernel.apply_weights(layer, x, bias)
+def marlin_w4a16(tensors: tuple, options: dict):
+    """Call vLLM's Marlin GEMM."""
+    marlin = importlib.import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    return marlin.apply_gptq_marlin_linear(*tensors, **options)
 
 
 def bf16_copy(x, weight, scale, bias=None):
