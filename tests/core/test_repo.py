@@ -428,7 +428,7 @@ def test_no_part_of_an_architectures_name_is_asked():
 
 COMMANDS = ("tools", "timing", "emulator")
 """Folders of `vllm_rocm_ops` that no serving process imports, each before those that it imports."""
-WORKER_MODULES = 78  # at most, beside seams and ops, packages among them; fewer is better
+WORKER_MODULES = 79  # at most, beside seams and ops, packages among them; fewer is better
 
 
 def reached(graph: dict[str, set[str]], starts: set[str]) -> set[str]:

@@ -107,7 +107,7 @@ def test_one_op_is_in_the_place_of_vllms():
 
 @pytest.mark.usefixtures("dynamo")
 def test_the_rotation_alone():
-    """Where the ranks did not time the launch to be faster, vLLM's op stays, and its results are rotated in place."""
+    """It is served beside vLLM's op, in place, where the ranks did not time the launch to be faster."""
     module = traced(False, OVER_RANKS)
     assert rope_and_cache.rewrite(module.graph, [rope_and_cache.TORCH_OP]) == 1
     targets = [node.target for node in module.graph.nodes]
@@ -119,7 +119,7 @@ def test_the_rotation_alone():
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 @pytest.mark.parametrize("most", [1, 3])
 def test_a_step(found, monkeypatch, most, cache):  # noqa: F811
-    """Whether one launch serves its tokens or vLLM's op does, results are those of the exact norms. A profile run writes no cache."""
+    """It has the exact norms, by one launch or by vLLM's op. A profile run writes no cache."""
     layer = layer_of_two(cache=cache)
     found(layer)  # sets the configuration
     made = comparison(layer, Doubled(8))
@@ -171,7 +171,7 @@ def test_ranks_measure_together(found, monkeypatch, wrong):  # noqa: F811
 
 @pytest.mark.slow
 def test_two_ranks_in_the_engine(engines):
-    """Steps of few tokens have one launch per layer and rank, others vLLM's op and one launch. Tokens are those of one rank without it."""
+    """Steps of few tokens have one launch per layer and rank, others vLLM's op and one launch. One rank without it has equal tokens."""
     of = "minimax_m2", "mixed"
     answer = engine_of_two(engines, "5", "cache-head-norms", of, VLLM_ROCM_OPS_ATTENTION="1")
     assert answer["tokens"] == engines.run_one(job(engines, of, "0", compiled=False))["tokens"]

@@ -94,7 +94,7 @@ class AllReduceComparison:
     """Plugin and baseline for one all-reduce and norm. Inputs differ per rank, other arguments are equal."""
 
     is_equal_on_ranks = True
-    """Whether all ranks must have the same bits."""
+    """All ranks must have the same bits."""
 
     def __init__(self, call: Call, norm: torch.nn.Module | None, group, reduce: Callable):
         self.call, self.norm, self.group, self.reduce, self.device = call, norm, group, reduce, group.device

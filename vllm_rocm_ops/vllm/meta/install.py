@@ -19,6 +19,7 @@ from vllm_rocm_ops.vllm.meta.step import (
     linear,
     norm,
     norms_over_all,
+    norms_over_ranks,
     plain,
     rotation,
     routes,
@@ -68,6 +69,10 @@ def install(step: Step, model: torch.nn.Module) -> None:
             type(module).forward_qk = staticmethod(
                 lambda q_norm, k_norm, q, k: norms_over_all(step, (q_norm, k_norm), (q, k))
             )
+            if module.tp_world > 1 and rope_pre_attention.has_reduced_op():
+                type(module).forward_qkv = staticmethod(
+                    lambda q_norm, k_norm, qkv, *sizes: norms_over_ranks(step, (q_norm, k_norm), qkv, *sizes)
+                )
         elif "Norm" in name and not list(module.children()):
             instead(module, norm)
         elif hasattr(module, "rotary_dim") and hasattr(module, "forward_native"):

@@ -174,10 +174,19 @@ def norms_over_all(step: Step, norms: tuple, rows: tuple[Tensor, Tensor]) -> tup
     for layer, x in zip(norms, rows):
         with step.quietly():
             made.append(x.clone())
-        record = step.add(layer, NORM, x, made[-1], runs="" if is_taken else type(layer).__name__)
+        runs = ", ".join(filter(None, (type(layer).__name__, rope_pre_attention.norm_refusal(layer))))
+        record = step.add(layer, NORM, x, made[-1], runs="" if is_taken else runs)
         if is_taken:
             record.quantization, record.traits = "heads", head_traits(parent, x.dtype, False)
     return tuple(made)
+
+
+def norms_over_ranks(step: Step, norms: tuple, qkv: Tensor, query: int, key: int) -> tuple[Tensor, ...]:
+    """Record what vLLM's op of norms over ranks launches."""
+    q, k, v = qkv.split([query, key, key], -1)
+    made = norms_over_all(step, norms, (q, k))
+    step.add("all-reduce", OTHER, q, made[0], layer="all-reduce of squares")
+    return *made, v
 
 
 def norms_of(layer: torch.nn.Module | None, dtype: torch.dtype) -> tuple[torch.nn.Module, ...]:
