@@ -24,6 +24,7 @@ from vllm_rocm_ops.core.correctness import generator_of
 
 STEPS = sorted((2**power + of for power in range(20, 35) for of in (4096, -4096)), reverse=True)  # bytes
 FAR, FARTHEST = 2**31 - 2**26, 2**35  # bytes from an argument's first to its last; 64 rows below 32 MB reach the former
+IN_ALL = 2**36  # bytes that a call's arguments span, to fit on a GPU
 COLUMN, ROW = "a column, by the contract", "one row, by the contract"
 OWN = {
     (ops.router_gemm_topk, "x"): "test_last_group_of_long_rows",
@@ -182,13 +183,13 @@ class Calls:
                 self.bounds[name, dimension] |= bounds
         edges_of = {name: [*waiting] for name, waiting in left.items()}
         while any(left.values()):
-            apart, call, dimensions = {}, a, []
+            apart, call, dimensions, spanned = {}, a, [], 0
             for name, waiting in left.items():
                 x = getattr(a, name)
                 for place, (dimension, steps) in enumerate(waiting):
-                    further = call._replace(**{name: far_apart(x, steps)})
-                    if kernels(the_op, further, arch) or not apart:
-                        apart[name], call = steps, further
+                    further, spans = call._replace(**{name: far_apart(x, steps)}), spanned + reach(x, steps)
+                    if not apart or (spans < IN_ALL and kernels(the_op, further, arch)):
+                        apart[name], call, spanned = steps, further, spans
                         # by default, kernels are told apart where their bounds differ
                         is_any = not marks.FULL and sum(of == dimension for of, _ in edges_of[name]) == 1
                         dimensions.append((name, order_of(x), dimension, is_any))
