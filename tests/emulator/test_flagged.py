@@ -253,14 +253,14 @@ def run_sums(built, ranks: int, seed: int, sizes, kernel="right", stages=2, **op
 )
 def test_schedules(built, ranks, stages):
     """Four launches, so that each buffer is used again, with grids of other sizes between."""
-    for seed in range(max(1, (200 if FULL else 4) // ranks)):
+    for seed in range(max(1, (100 if FULL else 4) // ranks)):
         run_sums(built, ranks, seed, (ONE, MANY, ONE, MANY), stages=stages)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2), pytest.param(8, 2, marks=full)])
 def test_schedules_with_fp8(built, ranks, stages):
-    for seed in range(max(1, (100 if FULL else 2) // ranks)):
+    for seed in range(max(1, (50 if FULL else 2) // ranks)):
         run_sums(built, ranks, seed, (ONE, MANY, ONE, MANY), "fp8", stages)
 
 
