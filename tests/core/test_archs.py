@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from marks import full
 
 from vllm_rocm_ops.core import archs
 from vllm_rocm_ops.tools import check, doctor, smoke
@@ -47,6 +48,7 @@ print(json.dumps({"known": list(archs.ARCHS), "product": product, "envs": defaul
 BUILT = "import build; print(*build.ARCHS)"
 
 
+@full
 def test_a_new_arch_is_one_file(tmp_path):
     """gfx943, a gfx942 with 228 compute units, can be planned and built for, and is found by its product's name."""
     ignored = shutil.ignore_patterns("__pycache__", "code", "docs")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo  # a part's process imports it otherwise, each in a second or more
+from marks import full
 
 import vllm_rocm_ops
 from vllm_rocm_ops import ops
@@ -85,7 +86,14 @@ ENDS = {
 SECONDS = {hangs: 4.0, hangs_and_ignores_signals: 4.0, takes_long: 5.0}  # parts begin late on a busy machine
 
 
-@pytest.mark.parametrize("part", ENDS, ids=lambda part: part.__name__)
+ALSO_ENDS = hangs_and_ignores_signals, takes_long  # with --full
+
+
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(part, marks=full if part in ALSO_ENDS else ()) for part in ENDS],
+    ids=[part.__name__ for part in ENDS],
+)
 def test_how_parts_end(monkeypatch, part):
     """Earlier results are kept, with the process's output if it did not end well."""
     monkeypatch.setattr(check_parts, "PARTS", {"op": part})

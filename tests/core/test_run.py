@@ -46,8 +46,10 @@ def run(folder, files: dict[str, str], *options: str) -> tuple[int, str]:
     ("planted", "options", "said"),
     [
         (ABORTS, (), "crashed while running '.*test_planted.py::test_aborts'"),
-        (SLEEPS, ("-o", "timeout=2"), r"FAILED .*test_planted.py::test_sleeps - .*Timeout"),
-        (HANGS, ("--session-timeout", "3", "--timeout", "2"), "The run takes longer than its limit"),
+        pytest.param(SLEEPS, ("-o", "timeout=2"), r"FAILED .*test_planted.py::test_sleeps - .*Timeout", marks=full),
+        pytest.param(
+            HANGS, ("--session-timeout", "3", "--timeout", "2"), "The run takes longer than its limit", marks=full
+        ),
         pytest.param(
             *(DEAF, ("-o", "timeout=1", "-o", "faulthandler_timeout=3"), "crashed while running '.*::test_deaf'"),
             marks=full,
@@ -89,8 +91,8 @@ def test_recorded_seconds_fit_the_budget():
     assert 300 < sum(seconds.values()) <= pace.BUDGET
 
 
-def test_a_file_that_takes_longer_than_recorded_fails_the_run(tmp_path):
-    """Its processes count. A run of few files takes no longer than all."""
+def test_files_that_take_longer_than_recorded_are_faults():
+    """A run of few files takes no longer than all."""
     known = Counter({"a.py": 10, "b.py": 100})
     assert pace.faults({"a.py": 34, "b.py": 200, "c.py": 5}, known, 5) == [
         "all files: 239 s of processor time, recorded are 110 s"
@@ -100,6 +102,11 @@ def test_a_file_that_takes_longer_than_recorded_fails_the_run(tmp_path):
         "c.py: 6 s of processor time, recorded are 0 s",
     ]
     assert pace.faults({"a.py": 34, "c.py": 4}, known, 5) == []
+
+
+@full
+def test_a_file_that_takes_longer_than_recorded_fails_the_run(tmp_path):
+    """Its processes count."""
     burns = "import subprocess, sys\ndef test_burns():\n    subprocess.run([sys.executable, '-c', {!r}])\n"
     code = "import time\nwhile time.process_time() < 3: pass"
     status, output = run(tmp_path, {"test_burns.py": burns.format(code), "test_fine.py": FINE}, "--spare-seconds", "2")
@@ -108,6 +115,7 @@ def test_a_file_that_takes_longer_than_recorded_fails_the_run(tmp_path):
     assert "2 passed" in output and 3 <= int(found[0][1]) < 20, output
 
 
+@full
 def test_state_that_a_test_leaves_behind_is_seen(tmp_path):
     """A variable of the environment, or one that hides it in envs."""
     left = "import os\nfrom vllm_rocm_ops.core import envs\ndef test_{}():\n    {}\n"

@@ -152,6 +152,7 @@ def recorded_reach() -> dict[tuple[str, str], dict[str, str]]:
         return {(row["model"], row["layers"]): row for row in csv.DictReader(file)}
 
 
+@full
 @pytest.mark.parametrize("family", [family for family in RUN if family[0] != "deepseek_v3"], ids=identity)
 def test_reach_is_as_recorded(compiled, family):
     """The release is the installed one. deepseek_v3 drafts, which gives it another number of steps."""

@@ -123,7 +123,8 @@ def agree(answer: dict, plain_logprobs: list[torch.Tensor], steps: int = STEPS) 
 OTHERS = [release for release in test_selection.RELEASES if release != "0.32"]
 
 
-@pytest.mark.parametrize("release", [r if r == test_selection.OLDEST else pytest.param(r, marks=full) for r in OTHERS])
+@full
+@pytest.mark.parametrize("release", OTHERS)
 def test_other_releases(engines, expected, release, tmp_path):
     """Their models go through their own passes, the newest's on the installed vLLM's binaries. By default these are few.
 

@@ -501,6 +501,7 @@ def job(engines, flavour: str, folder: Path) -> dict:
     return made | {"engine": {"compilation_config": kernel, "attention_backend": backend}}
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_have_the_bits_of_separate_launches(generated, model):

@@ -483,6 +483,7 @@ def engine_of_two(engines, how: str, cache: str, flavour=("llama", "token"), **e
     return engines.run_one(job, before=before, cache=cache, VLLM_ROCM_OPS_TABLES=tables)
 
 
+@full  # by default test_reduced_head_norms.py has two ranks of a model with these launches, too
 @pytest.mark.slow
 def test_two_ranks_in_the_engine(engines, expected):
     """A step of few tokens has one launch for each all-reduce and norm, and all but the last quantize.

@@ -632,6 +632,7 @@ def measured(engines, tmp_path_factory) -> tuple[dict, dict]:
     return on_cpu.measured(engines, ("qwen3", "token"), tmp_path_factory.mktemp("measured"), MEASURED)
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="replaces the write of CPU caches")
 @pytest.mark.parametrize("what", on_cpu.WHAT)

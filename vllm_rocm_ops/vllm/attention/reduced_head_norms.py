@@ -26,7 +26,7 @@ from vllm_rocm_ops.vllm.selection.key import Baseline, Key
 
 NAME = "reduced_attention_front"
 TORCH_OP = f"vllm_rocm_ops::{NAME}"
-MAX_TOKENS = 4096
+SEARCHED = 4096  # tokens, more than a launch supports
 FRONT = "rocm_ops_front"
 """The attribute of an attention layer that holds its `Front`."""
 
@@ -65,7 +65,7 @@ class Comparison:
 
     def token_counts(self) -> list[int]:
         """Return the token counts to time: powers of two, and the largest that a launch supports."""
-        largest = bisect.bisect_left(range(1, MAX_TOKENS), True, key=lambda tokens: not self.supports(tokens))
+        largest = bisect.bisect_left(range(1, SEARCHED), True, key=lambda tokens: not self.supports(tokens))
         return sorted(({1 << power for power in range(largest.bit_length())} | {largest}) - {0})
 
     def supports(self, tokens: int) -> bool:
