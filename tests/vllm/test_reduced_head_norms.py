@@ -23,6 +23,7 @@ from vllm.distributed import parallel_state
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.collectives import qk_norm
+from vllm_rocm_ops.core import arguments
 from vllm_rocm_ops.vllm import coverage
 from vllm_rocm_ops.vllm.attention import reduced_head_norms, rope_and_cache, rope_pre_attention
 from vllm_rocm_ops.vllm.graph import all_reduce_norm, all_reduce_timing
@@ -53,6 +54,7 @@ class Doubled:
         return qk_norm.run_fallback(lambda squares: 2 * squares, 2, args)
 
     def unsupported(self, op, *args):
+        arguments.checked(op, op.Arguments(*args))  # as the launch's rules do
         return "too many" * (len(args[0]) > self.most)
 
 

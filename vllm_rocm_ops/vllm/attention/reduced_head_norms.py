@@ -70,9 +70,14 @@ class Comparison:
 
     def supports(self, tokens: int) -> bool:
         """True if a launch supports this many tokens."""
-        ids, qkv = torch.empty(tokens, dtype=torch.int64, device="meta"), torch.empty(tokens, self.part.columns)
-        unsupported = functools.partial(self.reduce.unsupported, self.part.op)
-        return not self.part.run(unsupported, qkv.to("meta", self.part.dtype), ids, ids, self.part.cache(1, "meta"))[0]
+
+        def unsupported(*args) -> str:
+            given = (value.to("meta") if isinstance(value, Tensor) else value for value in args)
+            return self.reduce.unsupported(self.part.op, *given)
+
+        empty = functools.partial(torch.empty, device="meta")
+        ids, qkv = empty(tokens, dtype=torch.int64), empty(tokens, self.part.columns, dtype=self.part.dtype)
+        return not self.part.run(unsupported, qkv, ids, ids, self.part.cache(1, "meta"))[0]
 
     def inputs(self, tokens: int, seed: int) -> tuple[list[Tensor], tuple]:
         """Return the projection's result of all ranks, and the further arguments."""
