@@ -21,7 +21,7 @@ ALL_REDUCE = "all-reduce, with waiting"
 NORMS = "norms, activations, quantization"
 EXPERTS = "experts: GEMMs"
 CLASSES = {  # by a pattern of the kernel's name; the first match counts
-    ALL_REDUCE: r"all_?reduce|cross_device_reduce|nccl|multimem|all_?gather|reduce_?scatter|one_shot|two_shot",
+    ALL_REDUCE: r"all_?reduce|minimax_reduce|cross_device_reduce|nccl|multimem|all_?gather|reduce_?scatter|one_shot|two_shot",
     "attention": r"flash|fmha|attention|attn|mla_|_cache|_fwd_\w*kernel_stage|^reduce_segments|rotary|rope|triton_poi_\w*neg",  # that rotates
     EXPERTS: r"fused_moe_kernel|fused_experts_\w*(gate_up|down)|_matmul_ogs_",
     NORMS: r"^(?!fused_experts|unquantized|batched_gemm|scaled_mm).*(norm|silu|act_and_mul|clamp|quant|scaled_linear)|triton_(red|per)_",

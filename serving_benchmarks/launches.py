@@ -42,7 +42,9 @@ MLA, GQA, HYBRID = "deepseek", "llama|qwen3|minimax|gpt-oss", r"qwen3(-next|\.5)
 LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
     # class -> pattern of the whole name -> the launch, or one for each group of models; the first match counts
     ALL_REDUCE: {
-        r"all_reduce_(?!qk_norm)\w+": Launch(REDUCE, PLUGIN),
+        r"all_reduce_qk_norm_rope_and_cache_\w+": Launch(Q_K_WRITE, PLUGIN),
+        r"all_reduce_\w+": Launch(REDUCE, PLUGIN),
+        r"void vllm::tensorrt_llm::minimax_reduce_qk_rms_\w+<.*": Launch(Q_K_NORMS, VLLM),
         r"void vllm::cross_device_reduce_\w+<.*": Launch(REDUCE, VLLM),
         r"ncclDevKernel_AllGather_\w+\(.*": Launch(LOGITS, NCCL),
     },
@@ -50,7 +52,7 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"(mla|paged_attention)_decode_combine_\w+": Launch(COMBINE, PLUGIN),
         r"(mla|paged_attention)_decode_\w+": Launch(ATTENTION, PLUGIN),
         r"mla_norm_rope_and_cache_\w+": Launch(FRONT, PLUGIN),
-        r"(all_reduce_)?(qk_norm_)?rope_and_cache_\w+": Launch(Q_K_WRITE, PLUGIN),
+        r"(qk_norm_)?rope_and_cache_\w+": Launch(Q_K_WRITE, PLUGIN),
         r"batched_gemm_rope_\w+": Launch(ABSORPTION, PLUGIN),
         r".*flash::FlashAttnFwdSm90<.*": Launch(ATTENTION, FLASH),
         r".*flash::FlashAttnFwdCombine<.*": Launch(COMBINE, FLASH),

@@ -49,10 +49,9 @@ REASONS: dict[str, str | dict[str, str]] = {
         names.GQA: f"{_of_o(ops.paged_attention_decode)} FlashAttention writes BF16.",
     },
     names.NORM: {names.HYBRID: OUTSIDE},
-    names.SWIGLU: "Of experts that stay vLLM's.",
     names.SUM: "Joins two streams. The next norm's kernel adds one residual, not two.",
     **dict.fromkeys(
-        (names.FP8, names.BF16, names.EXPERTS, names.ROUTED_SUM),
+        (names.FP8, names.BF16),
         "At warm-up the plugin was not more than 2 % faster in these shapes.",
     ),
     names.ABSORPTION: "`mla_attention` covers TRITON_MLA and ROCM_AITER_MLA, not FlashAttention.",
