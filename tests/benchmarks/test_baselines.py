@@ -17,7 +17,15 @@ from vllm_rocm_ops.models import config as model_config
 from vllm_rocm_ops.models import layers as model_layers
 from vllm_rocm_ops.tools.bench import decode_attention, experts, gemm_dtypes
 from vllm_rocm_ops.tools.bench import gated_delta_net as gated_delta_net_list
-from vllm_rocm_ops.tools.bench.baselines import BASELINES, attention, baselines, gated_delta_net, installed
+from vllm_rocm_ops.tools.bench.baselines import (
+    BASELINES,
+    Baseline,
+    attention,
+    baselines,
+    gated_delta_net,
+    installed,
+    prepare,
+)
 from vllm_rocm_ops.tools.bench.baselines import experts as vllm_experts
 from vllm_rocm_ops.vllm.graph.vllm_row_kernels import COMPILED
 
@@ -259,6 +267,16 @@ def test_vllms_experts_compute_a_share_in_the_tiles_that_are_named(routed, share
     line = shape.check(sets, "cpu", {name: baseline for name, baseline in found.items() if "Triton" not in name})()
     assert len(line["differs"]) == 2 and max(line["differs"].values()) < 1e-2 and line["experts_hit"] >= 1
     assert tuned[4] in ran_in and len(ran_in) == 2
+
+
+def test_an_error_without_a_text_names_its_place():
+    """Many of vLLM's are assertions alone."""
+
+    def fails(*_):
+        raise AssertionError
+
+    _, unavailable = prepare({"one": Baseline(fails, fails)}, SimpleNamespace(prepare=None), [()])
+    assert re.fullmatch(r"AssertionError: test_baselines\.py:\d+: raise AssertionError", unavailable["one"])
 
 
 def _shapes_of(share: experts.Share, dtype: torch.dtype, monkeypatch) -> list[experts.Experts]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,7 +22,7 @@ from vllm_rocm_ops.models.config import EXPERTS
 from vllm_rocm_ops.ops import fused_experts
 from vllm_rocm_ops.ops.shared.experts import CONVERTED, columns_of
 from vllm_rocm_ops.ops.shared.inputs import Inputs
-from vllm_rocm_ops.tools.bench.baselines import Baseline, of_experts
+from vllm_rocm_ops.tools.bench.baselines import Baseline, of_experts, triton_kernels
 from vllm_rocm_ops.tools.bench.baselines import experts as vllm_experts
 from vllm_rocm_ops.tools.bench.shapes import Check, Shape, made_case
 
@@ -36,6 +36,7 @@ class Share:
 
     It has `routed` of `known` experts with `intermediate` columns each; a token uses `topk` of the known ones, and the shared
     expert with `shared`. FP8 weights have a scale per 128x128 block, or per row without `blocks`; tokens are quantized likewise.
+    With `swiglu`, the op's last arguments, experts have that activation, and biases.
     """
 
     known: int
@@ -45,6 +46,7 @@ class Share:
     intermediate: int
     shared: bool = False
     blocks: bool = True
+    swiglu: tuple[float | bool | None, ...] = ()
 
     @property
     def experts(self) -> int:
@@ -73,7 +75,7 @@ FOUR_BIT_SHARES = {
     "kimi-k2-tp8": (Share(384, 384, 8, 7168, 256), "int4_32"),
     "qwen3-30b-a3b": (SHARES["qwen3-30b-a3b"], "int4_128"),
     "qwen3-235b-a22b": (Share(128, 128, 8, 4096, 1536), "int4_128"),
-    "gpt-oss-120b": (SHARES["gpt-oss-120b"], "mxfp4"),
+    "gpt-oss-120b": (replace(SHARES["gpt-oss-120b"], swiglu=triton_kernels.SWIGLU), "mxfp4"),
     "minimax-m3-tp4": (Share(128, 128, 4, 6144, 768), "mxfp8"),
 }
 """Shares with INT4, MXFP4 or MX-FP8 weights and bf16 tokens, and their quantization."""
@@ -99,7 +101,7 @@ class Experts(Shape):
             weights, ids = torch.rand(m, self.share.known, generator=generator, device=clock.device).topk(
                 self.share.topk
             )
-            tokens = {"hidden": torch.randn_like(a.hidden), "topk_weights": weights, "topk_ids": ids.int()}
+            tokens = {"hidden": torch.randn_like(a.hidden), "topk_weights": _normalized(weights), "topk_ids": ids.int()}
             sets.append(a._replace(**tokens))
         return sets
 
@@ -110,7 +112,7 @@ class Experts(Shape):
 
     def bytes_moved(self, sets: list[tuple]) -> float:
         a = fused_experts.Arguments(*sets[0])
-        weights = (a.w1, a.w2, a.w1_scale, a.w2_scale)
+        weights = (a.w1, a.w2, a.w1_scale, a.w2_scale, a.w1_bias, a.w2_bias)
         of_expert = sum(weight.nbytes for weight in weights if weight is not None) / self.share.experts
         return sum(map(self.hits, sets)) / len(sets) * of_expert + 2 * a.hidden.nbytes
 
@@ -140,11 +142,16 @@ class Experts(Shape):
         return fields
 
 
+def _normalized(weights: torch.Tensor) -> torch.Tensor:
+    return weights / weights.sum(1, keepdim=True)
+
+
 def arguments_of(m: int, inputs: Inputs, share: Share, quantization: str) -> tuple:
     """Create the op's arguments, with weights that keep the results' scale near the tokens'; ids omit the shared expert."""
     sizes = share.known, share.experts, share.topk, share.hidden, share.intermediate
-    a = fused_experts.Arguments(*model_arguments.experts(m, inputs, *sizes, quantization))
-    given = {"shared_experts": int(share.shared), "topk_weights": a.topk_weights / a.topk_weights.sum(1, keepdim=True)}
+    more = (False, bool(share.swiglu), *share.swiglu)
+    a = fused_experts.Arguments(*model_arguments.experts(m, inputs, *sizes, quantization, *more))
+    given = {"shared_experts": int(share.shared), "topk_weights": _normalized(a.topk_weights)}
     if a.expert_map is not None:
         given["expert_map"] = torch.where(a.expert_map < share.routed, a.expert_map, -1)
     for weight, scale in ((a.w1, a.w1_scale), (a.w2, a.w2_scale)):

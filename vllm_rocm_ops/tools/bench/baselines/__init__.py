@@ -7,7 +7,9 @@ row kernels are listed in vllm/graph/vllm_row_kernels.py, where a worker falls b
 import contextlib
 import functools
 import importlib
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from torch.nn import functional
@@ -15,7 +17,15 @@ from torch.nn import functional
 from vllm_rocm_ops.core.clock import Clock
 from vllm_rocm_ops.core.op import Op, registered
 from vllm_rocm_ops.models.fused_calls import EXPERT_GATES
-from vllm_rocm_ops.tools.bench.baselines import attention, experts, gated_delta_net, gemm, installed, routing
+from vllm_rocm_ops.tools.bench.baselines import (
+    attention,
+    experts,
+    gated_delta_net,
+    gemm,
+    installed,
+    routing,
+    triton_kernels,
+)
 from vllm_rocm_ops.vllm.graph import vllm_row_kernels
 
 ATTENTION, DECODE_ATTENTION, ADVICE = "attention", "decode-attention", "advice"
@@ -134,10 +144,16 @@ def baselines(op: Op, shapes: str = "") -> dict[str, Baseline]:
 
 
 def of_experts(arguments: tuple) -> dict[str, Baseline]:
-    """Return every form of vLLM's fused MoE in each of its tile sizes, for calls like this one, if vLLM is installed."""
+    """Return every form of vLLM's fused MoE in each of its tile sizes, for calls like this one, if vLLM is installed.
+
+    MXFP4 weights have triton_kernels' forms. MXFP8 weights have none, and `prepare` says why.
+    """
     vllm = BASELINES["fused_experts"]["vllm"]
     if not vllm.is_there():
         return {}
+    if experts.has_mx_scales(arguments):
+        forms = triton_kernels.forms() if experts.is_four_bit(arguments) else {}
+        return {name: Baseline(*form) for name, form in forms.items()} or {"vllm": vllm}
     forms = {name: vllm._replace(call=call) for name, call in experts.variants(arguments).items()}
     with_marlin = experts.is_int4(arguments) and installed.has_compiled("gptq_marlin_repack")
     return forms | ({"vllm marlin": Baseline(experts.marlin, experts.marlin_prepare)} if with_marlin else {})
@@ -152,8 +168,15 @@ def prepare(
         try:
             prepared[name] = clock.prepare(baseline.call, [baseline.prepare(*arguments) for arguments in sets])
         except Exception as error:  # noqa: BLE001  any failure makes a baseline unavailable
-            unavailable[name] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+            unavailable[name] = _why(error)
     return prepared, unavailable
+
+
+def _why(error: Exception) -> str:
+    """Return the first line of an error, or the place in the code of an error without a text."""
+    if not str(error) and (places := traceback.extract_tb(error.__traceback__)):
+        return f"{type(error).__name__}: {Path(places[-1].filename).name}:{places[-1].lineno}: {places[-1].line}"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def load_vllm() -> str | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from vllm_rocm_ops.core.quantization import MX_SCALES
 from vllm_rocm_ops.ops import fused_experts
 from vllm_rocm_ops.ops.shared.experts import columns_of, is_packed, is_plain, scheme_of
 
@@ -119,10 +120,20 @@ def marlin(tensors: tuple, options: dict):
     return _moe(".experts.marlin_moe").fused_marlin_moe(*tensors, **options)
 
 
+def is_four_bit(arguments: tuple) -> bool:
+    """True if weights are INT4 or MXFP4."""
+    return is_packed(fused_experts.Arguments(*arguments).w1)
+
+
+def has_mx_scales(arguments: tuple) -> bool:
+    """True if weights have a power of two per 32 columns, as MXFP4 and MXFP8 ones have."""
+    a = fused_experts.Arguments(*arguments)
+    return scheme_of(a.w1, a.w1_scale).scales == MX_SCALES
+
+
 def is_int4(arguments: tuple) -> bool:
     """True if weights are INT4, with scales that are no powers of two."""
-    a = fused_experts.Arguments(*arguments)
-    return is_packed(a.w1) and torch.bfloat16 in scheme_of(a.w1, a.w1_scale).scales
+    return is_four_bit(arguments) and not has_mx_scales(arguments)
 
 
 def _settings(tensors: tuple, options: dict):
@@ -153,6 +164,8 @@ def _kernel(tensors: tuple, options: dict):
 
 def tuned(arguments: tuple) -> tuple[str | None, dict[int, dict[str, int]]]:
     """Return the name of vLLM's tuned file for a call and its tile sizes by tokens, or None and {} if vLLM ships none."""
+    if has_mx_scales(arguments):
+        return None, {}
     a = fused_experts.Arguments(*arguments)
     fused_moe, quantization = _moe(".fused_moe"), _quantization(a)
     for experts in dict.fromkeys((len(a.w1), len(a.w1) - a.shared_experts)):
