@@ -100,6 +100,7 @@ def linear_kernels(torch) -> dict[str, str]:
     """Return the linear kernels, the vLLM kernel that each holds, and the quantized input it accepts."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+    from vllm.platforms import current_platform
 
     names, answer = {value: name for name, value in vars(keys).items() if name.startswith("kFp8")}, {}
 
@@ -119,6 +120,9 @@ def linear_kernels(torch) -> dict[str, str]:
         kernels.linear_backend = backend
         add(f"linear {scheme}, named {backend}", linear_kernel(scheme))
     kernels.linear_backend = "auto"
+    if current_platform.is_cuda():
+        os.environ["VLLM_DISABLED_KERNELS"] = "MarlinMxfp8LinearKernel"
+        add("linear mxfp8, without Marlin", linear_kernel("mxfp8"))
     return answer
 
 

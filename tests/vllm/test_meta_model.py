@@ -35,6 +35,8 @@ WANTED = {
         "qkv": ("block_scaled_mm", (1024, 3072), 62), "experts": ("TritonExperts", (), 62), "rotation": ("", (64,), 62),
     }),
     "mistral-small-24b-fp8-dynamic": (1, {"down": ("scaled_mm", (5120, 32768, True), 40)}),
+    "qwen3-8b-mxfp4": (2, {"o": ("mx_gemm", (4096, 2048, "fp4"), 36), "gate_up": ("mx_gemm", (12288, 4096, "fp4"), 36)}),
+    "qwen3-8b-mxfp8": (1, {"down": ("mx_gemm", (4096, 12288, "fp8"), 36), "lm_head": ("unquantized_gemm", (151936, 4096), 1)}),
     "ernie-4.5-21b-a3b-fp8": (1, {
         "dense down": ("block_scaled_mm", (2560, 12288), 1), "shared down": ("block_scaled_mm", (2560, 3072), 27),
         "experts": ("fused_experts", (64, 64, 6, 2560, 1536, "block"), 27), "routing": ("FusedTopKBiasRouter", (64, 6, True, 1, 1, "softmax", 1.0, True), 27),

@@ -198,6 +198,10 @@ def test_nvidia_is_served_where_it_is_asked_for(selected, release):
         assert asked[what] == f"RocmOps{without[what]} holds {without[what]}"
     for what in ("linear mxfp8", "linear mxfp4", "experts mxfp8", "attention", "linear mxfp8, named emulation"):
         assert asked[what] == without[what]
+    assert without["linear mxfp8"].startswith("MarlinMxfp8LinearKernel")
+    emulation = "EmulationMxfp8LinearKernel takes no quantized input"
+    assert without["linear mxfp8, without Marlin"] == emulation
+    assert asked["linear mxfp8, without Marlin"] == f"RocmOpsMxfp8WeightLinear holds {emulation}"
 
 
 @pytest.mark.parametrize("release", ASKED)

@@ -17,7 +17,6 @@ SEAM = TABLE.seam(
     mx_weights.COMPARISON,
     install=install,
     probe=lambda: mx_weights.probe(TABLE),
-    platforms=("rocm", "cpu"),
     name="mxfp4_linear",
     ops=mx_weights.OPS,
 )

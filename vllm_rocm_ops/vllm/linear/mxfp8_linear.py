@@ -213,6 +213,5 @@ SEAM = TABLE.seam(
     mx_weights.COMPARISON,
     install=install,
     probe=probe,
-    platforms=("rocm", "cpu"),
     ops=(COMPARISON.op.name, *mx_weights.OPS),
 )
