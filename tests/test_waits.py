@@ -46,10 +46,11 @@ STREAM = (
 EARLY = {
     *("fused_experts_down_biased_int4_32", "fused_experts_down_biased_mxfp4"),
     *(f"mx_gemm_{form}_wave_splitk_{tokens}" for form in ("fp8", "fp4") for tokens in (16, 64)),
+    *("w4a16_gemm_32_wave_splitk_32", "w4a16_gemm_32_wave_splitk_64"),
 }
 """Kernels of 4-bit weights whose waits leave one load less in flight than they should, as packed multiply-adds read a register
-too many: without these gpt-oss's experts are predicted to take 3 % longer; and mx_gemm's, whose two stages of long slices leave
-registers for more waves."""
+too many: without these gpt-oss's experts are predicted to take 3 % longer; and those whose two stages leave registers for more
+waves."""
 ALWAYS = ("fused_experts", "mla_decode", "scaled_mm")  # others with --full
 MODULES = sorted(path.stem for path in (CSRC / "ops").rglob("*.hip") if path.stem != ATTENTION)
 

@@ -7,16 +7,13 @@
 #include "gemm/skinny/int4_weights.h"
 
 #ifdef HAS_INT4_TILES_OF_TOKENS
-using Words = Bf16Int4Columns<1, 2>;
-using Word = Bf16Int4Columns<1, 1>;
+using Words = Bf16Int4Columns<2>;
+using Word = Bf16Int4Columns<1>;
 WAVE_SPLIT_K(w4a16_gemm_32_wave_splitk_16, Words, 16, ScaleGranularity::kNone)
 WAVE_SPLIT_K(w4a16_gemm_32_wave_splitk_32, Words, 32, ScaleGranularity::kNone)
 WAVE_SPLIT_K(w4a16_gemm_32_wave_splitk_64, Word, 64, ScaleGranularity::kNone)
 #else
-using Word = Bf16Int4Columns<1, 1>;
-using WideGroup = Bf16Int4Columns<2, 1>;
+using Word = Bf16Int4Columns<1>;
 WAVE_SPLIT_K(w4a16_gemm_32_wave_splitk_8, Word, 8, ScaleGranularity::kNone)
 WAVE_SPLIT_K(w4a16_gemm_32_wave_splitk_16, Word, 16, ScaleGranularity::kNone)
-WAVE_SPLIT_K(w4a16_gemm_64_wave_splitk_8, WideGroup, 8, ScaleGranularity::kNone)
-WAVE_SPLIT_K(w4a16_gemm_64_wave_splitk_16, WideGroup, 16, ScaleGranularity::kNone)
 #endif

@@ -22,7 +22,6 @@ __all__ = ["w4a16_gemm"]
 
 PACK_FACTOR = 8  # output channels per int32 word
 TOKENS = {"amd": (16, 32, 64), "nvidia": (8, 16)}  # token limits of the kernels
-WIDE_GROUP = 64  # the smallest group whose scale serves two steps
 
 
 def _sizes(a) -> tuple[int, int, int]:
@@ -68,15 +67,14 @@ def _skinny_sizes(a, arch: Arch) -> wave_split_k.Sizes:
     """Return the sizes of the split-K schedule. A tile has the rows of 16 or 32 words (kRows of csrc/gemm/skinny/int4_weights.h)."""
     m, n, k = _sizes(a)
     words = 2 if arch.vendor == "amd" and kernel_tokens(TOKENS["amd"], m) <= 32 else 1
-    steps_at_once = 2 if arch.vendor == "nvidia" and _group(a) >= WIDE_GROUP else 1  # kSliceSteps; they share a scale
-    return wave_split_k.Sizes(m, n, k, 16 * PACK_FACTOR * words, steps_at_once, 0.5)
+    return wave_split_k.Sizes(m, n, k, 16 * PACK_FACTOR * words, 1, 0.5)
 
 
 def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     sizes = _skinny_sizes(a, arch)
-    group, kind = _group(a), STEP * sizes.steps_at_once
+    group = _group(a)
     shift = 31 if group == sizes.k else (group // STEP).bit_length() - 1
-    return wave_split_k.launches("w4a16_gemm", kind, TOKENS, out, a, config, sizes, arch, group_shift=shift)
+    return wave_split_k.launches("w4a16_gemm", STEP, TOKENS, out, a, config, sizes, arch, group_shift=shift)
 
 
 def _cases() -> Iterator[Case]:

@@ -1,39 +1,13 @@
-// 4-bit values by byte permutes and fp32 additions. Static, in vector instructions per value: int4 2.9, or 1.75 in
-// sixteenths; e2m1 2.25, on gfx950 0.5. Packed additions would take 2.4 for int4, but a packed instruction waits for the
-// matrix unit.
+// 4-bit values by conversions and byte permutes. Static, in vector instructions per value: int4 1.75, e2m1 2.25, on gfx950
+// 0.5.
 #pragma once
 #include "buffer.h"
 #include "mma.h"
 
 namespace four_bit {
 
-// Eight values of a word as bytes: `even` has values 0, 2, 4 and 6, `odd` the others.
-struct Nibbles {
-  u32 even, odd;
-  DEVICE explicit Nibbles(u32 word) : even(word & 0x0f0f0f0fu), odd(word >> 4 & 0x0f0f0f0fu) {}
-};
-
-// int4: 0 to 15 for -8 to 7.
-struct Int4 {
-  // Byte kAt of `bytes` as 2^23 more than its number.
-  template <int kAt>
-  DEVICE static float raised(u32 bytes) {
-    return __builtin_bit_cast(float, __builtin_amdgcn_perm(0x4b000000u, bytes, 0x070c0c00u | kAt));
-  }
-  DEVICE static u32 lowered(float raised) {
-    u32 bits;
-    asm("v_add_f32 %0, %1, %2" : "=v"(bits) : "s"(-(0x1p23f + 8.0f)), "v"(raised));  // never packed
-    return bits;
-  }
-  // Byte kAt of both arguments as a pair of bf16 values.
-  template <int kAt>
-  DEVICE static u32 pair(u32 low, u32 high) {
-    return __builtin_amdgcn_perm(lowered(raised<kAt>(high)), lowered(raised<kAt>(low)), 0x07060302u);
-  }
-};
-
-// The same number in sixteenths: V_CVT_OFF_F32_I4 converts the lower half of a selected byte, which it takes to be
-// signed. The compiler would shift each byte down.
+// int4: 0 to 15 for -8 to 7, in sixteenths. V_CVT_OFF_F32_I4 converts the lower half of a selected byte, which it takes to
+// be signed. The compiler would shift each byte down.
 struct Int4Sixteenths {
   static constexpr float kUnit = 1.0f / 16;
   DEVICE static u32 pair(float first, float second) {
@@ -54,20 +28,23 @@ struct Int4Sixteenths {
   }
 };
 
-// Eight int4 columns of eight rows: a word per row, and a column's eight values as bf16.
+// Eight int4 columns of eight rows: a word per row, and a column's eight values as bf16, in sixteenths.
 struct Int4Columns {
-  Nibbles row[8];
-  DEVICE explicit Int4Columns(const u32 (&w)[8])
-      : row{Nibbles(w[0]), Nibbles(w[1]), Nibbles(w[2]), Nibbles(w[3]),
-            Nibbles(w[4]), Nibbles(w[5]), Nibbles(w[6]), Nibbles(w[7])} {}
+  const u32 (&row)[8];
+  DEVICE explicit Int4Columns(const u32 (&words)[8]) : row(words) {}
+  // Values `first` and the next. One block, as the compiler would wait before each use of a block's results.
   template <int kColumn>
   DEVICE u32 pair(int first) const {
-    const Nibbles &low = row[first], &high = row[first + 1];
-    return Int4::pair<kColumn / 2>(kColumn % 2 ? low.odd : low.even, kColumn % 2 ? high.odd : high.even);
-  }
-  template <int kColumn>
-  DEVICE u32x4 column() const {
-    return {pair<kColumn>(0), pair<kColumn>(2), pair<kColumn>(4), pair<kColumn>(6)};
+    u32 low = row[first] ^ 0x88888888u, high = row[first + 1] ^ 0x88888888u, pair;
+    if constexpr (kColumn % 2 == 1) low >>= 4, high >>= 4;
+    u32 other;
+    asm volatile(
+        "v_cvt_off_f32_i4_sdwa %0, %2 src0_sel:BYTE_%4\n"
+        "v_cvt_off_f32_i4_sdwa %1, %3 src0_sel:BYTE_%4\n"
+        "v_perm_b32 %0, %1, %0, %5"
+        : "=&v"(pair), "=&v"(other)
+        : "v"(low), "v"(high), "n"(kColumn / 2), "s"(0x07060302u));
+    return pair;
   }
 };
 
@@ -129,14 +106,21 @@ DEVICE f32x4 multiply_tile(f32x4 sum, const mma::Weights& weights, u32x4 tokens)
 DEVICE int value_token(int lane, int i) { return lane / 16 * 4 + i; }
 DEVICE constexpr int value_load(int /*i*/) { return 0; }
 
-// Adds products times a factor, in instructions that are not packed.
+// Adds products times a factor, in instructions that are not packed and stay in order with `issue`.
 DEVICE void add_scaled(f32x4& sum, f32x4 product, f32x4 factor) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float value = __builtin_fmaf(product[i], factor[i], sum[i]);
-    asm("" : "+v"(value));
+    asm volatile("" : "+v"(value));
     sum[i] = value;
   }
+}
+
+// Instructions above, with the one of this product, are issued before those below. The compiler would move a product to
+// its use, and wait for the matrix unit there.
+DEVICE void issue(const f32x4& product) {
+  asm volatile("" : : "v"(product));
+  __builtin_amdgcn_sched_barrier(0);
 }
 
 #define HAS_INT4_TILES_OF_TOKENS 1  // w4a16_gemm has kernels for up to four tiles of tokens

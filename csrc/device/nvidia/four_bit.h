@@ -16,9 +16,8 @@ DEVICE u32 upper_halves(u32 low, u32 high) { return low >> 16 | (high & 0xffff00
 // int4: 0 to 15 for -8 to 7.
 struct Int4 {
   // The numbers in bits 0 to 3 and 16 to 19: bf16's 128 and more, less 136.
-  DEVICE static u32 pair(u32 bits) {
-    return bits_of(pair_of((bits & 0x000f000fu) | 0x43004300u) - pair_of(0x43084308u));
-  }
+  DEVICE static u32 pair(u32 bits) { return lowered((bits & 0x000f000fu) | 0x43004300u); }
+  DEVICE static u32 lowered(u32 raised) { return bits_of(pair_of(raised) - pair_of(0x43084308u)); }
   DEVICE static u32x4 to_bf16(u32 word) {
     const u32 a = pair(word), b = pair(word >> 4), c = pair(word >> 8), d = pair(word >> 12);
     return {lower_halves(a, b), lower_halves(c, d), upper_halves(a, b), upper_halves(c, d)};
@@ -30,18 +29,21 @@ struct Int4Sixteenths : Int4 {
   static constexpr float kUnit = 1.0f;
 };
 
-// Eight int4 columns of eight rows: a word per row, and a column's eight values as bf16.
+// Eight int4 columns of eight rows: a word per row, and a column's eight values as bf16. By hand, as ptxas would take two
+// instructions for each LOP3, and extract each value.
 struct Int4Columns {
   const u32 (&row)[8];
   DEVICE explicit Int4Columns(const u32 (&words)[8]) : row(words) {}
   template <int kColumn>
   DEVICE u32 pair(int first) const {
-    const u32 low = row[first], high = row[first + 1];
-    return Int4::pair((kColumn < 4 ? lower_halves(low, high) : upper_halves(low, high)) >> kColumn % 4 * 4);
-  }
-  template <int kColumn>
-  DEVICE u32x4 column() const {
-    return {pair<kColumn>(0), pair<kColumn>(2), pair<kColumn>(4), pair<kColumn>(6)};
+    u32 halves, raised;
+    asm("prmt.b32 %0, %1, %2, %3;"
+        : "=r"(halves)
+        : "r"(row[first]), "r"(row[first + 1]), "n"(kColumn < 4 ? 0x5410 : 0x7632));
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;"
+        : "=r"(raised)
+        : "r"(halves >> kColumn % 4 * 4), "r"(0x000f000fu), "r"(0x43004300u));
+    return Int4::lowered(raised);
   }
 };
 
@@ -67,6 +69,9 @@ DEVICE constexpr int value_load(int i) { return i / 2; }
 
 // Adds products times a factor.
 DEVICE void add_scaled(f32x4& sum, f32x4 product, f32x4 factor) { sum += product * factor; }
+
+// Nothing to order: ptxas chooses where instructions are issued.
+DEVICE void issue(const f32x4&) {}
 
 // A streaming load of a word, or two, as mem::refill.
 DEVICE void refill(u32& word, const mem::Cursor& from, int offset, bool inside) {

@@ -28,11 +28,11 @@ DEVICE FloatVec<kVec> load_bias(const SkinnyProblem& p, int row) {
 }
 
 // A thread's value [i][j] belongs to token token(i) and to kVec rows of b from row(j) on. The epilogue may use
-// registers for kFreeFloats floats. kMx stages leave few, so with kMx the bias is loaded after the sums.
+// registers for kFreeFloats floats. kMx stages leave few, and so do many rows: there the bias is loaded after the sums.
 template <ScaleGranularity kScales, int kLaneTokens, int kLaneVecs, int kVec, int kGroupSteps, int kThreads,
           int kFreeFloats, bool kGated = false, bool kGroups = false>
 struct TileEpilogue {
-  static constexpr bool kMx = kScales == ScaleGranularity::kMx;
+  static constexpr bool kMx = kScales == ScaleGranularity::kMx, kBiasLast = kMx || kLaneVecs * kVec > 4;
   using Value = FloatVec<kVec>;
   static constexpr int kValues = kLaneTokens * kLaneVecs;
   const SkinnyProblem& p;
@@ -70,7 +70,7 @@ struct TileEpilogue {
             scale_b[j][i] =
                 row[j] + i < p.n ? mem::load<float>(p.scale_b + u64(row[j] + i) * u32(p.scale_b_row)) : 0.0f;
         }
-      if (!kMx && !kGated) bias[j] = load_bias<kVec>(p, row[j]);
+      if (!kBiasLast && !kGated) bias[j] = load_bias<kVec>(p, row[j]);
     }
   }
 
@@ -126,7 +126,7 @@ struct TileEpilogue {
     }
 #pragma unroll
     for (int j = 0; j < kLaneVecs; ++j) {
-      const Value added = kMx ? load_bias<kVec>(p, row[j]) : bias[j];
+      const Value added = kBiasLast ? load_bias<kVec>(p, row[j]) : bias[j];
 #pragma unroll
       for (int i = 0; i < kLaneTokens; ++i) {
         if constexpr (kScales == ScaleGranularity::kRow) sum[i][j] *= scale_a[i] * scale_b[j];

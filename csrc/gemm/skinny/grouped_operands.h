@@ -7,6 +7,7 @@
 template <int kLaneRowsOf>
 struct GroupedOperands : TileOperandsBase {
   static constexpr bool kGrouped = true;
+  static constexpr float kUnit = 1;  // of the sums
   static constexpr int kLaneRows = kLaneRowsOf, kRows = kLaneRows * mma::kRows, kVec = mem::kPredicates ? 2 : 4;
 
   struct Tile {

@@ -6,9 +6,8 @@
 #include "device/four_bit.h"
 #include "gemm/skinny/grouped_operands.h"
 
-// A lane has kWords adjacent words. A scale is loaded every kGroupSteps steps: 1 for any group, 2 for groups of at least
-// 64 K. Groups are powers of two, or all of K.
-template <int kGroupSteps, int kWords>
+// A lane has kWords adjacent words for each of its rows in a product. Groups are powers of two, or all of K.
+template <int kWords>
 struct Bf16Int4Columns;
 
 struct GroupedProblem : SkinnyProblem {  // b_row: bytes between K; scale_b_row: elements between groups
@@ -18,91 +17,99 @@ DEVICE void wait_for_arguments(const GroupedProblem& p) {
   wait_for_arguments(static_cast<const SkinnyProblem&>(p), p.group_shift);
 }
 
-template <int kGroupSteps, int kWords>
-struct TileOperands<Bf16Int4Columns<kGroupSteps, kWords>> : GroupedOperands<8 * kWords> {
-  using typename GroupedOperands<8 * kWords>::Tile, typename GroupedOperands<8 * kWords>::Sums;
+template <int kWords>
+struct TileOperands<Bf16Int4Columns<kWords>> : GroupedOperands<8 * kWords> {
+  using typename GroupedOperands<8 * kWords>::Sums;
   using GroupedOperands<8 * kWords>::kLaneRows;
-  static constexpr int kWordRows = 8, kStepK = mma::kDepth / 2, kLaneK = 8;
+  static constexpr int kWordRows = 8, kStepK = mma::kDepth / 2, kLaneK = 8, kLaneWords = mma::kLoads * kWords;
   template <int kTiles>
-  static constexpr int kSliceSteps = kGroupSteps;
-  // Registers hold these beside the sums. With more, loaded values are moved, and the moves wait for the loads.
+  static constexpr int kSliceSteps = 1;
+  // Registers hold these beside the sums. With more, loaded values are moved, and the moves wait for the loads. Where there
+  // are more sums, two stages leave half of the registers to another wave, which issues while this one waits.
   template <int kTiles>
-  static constexpr int kStages = mem::kPredicates ? 4 / kGroupSteps + 1 : 3;
+  static constexpr int kStages = mem::kPredicates || kTiles > 1 ? 2 : 3;
+  static constexpr float kUnit = four_bit::Int4Sixteenths::kUnit;
   using Problem = GroupedProblem;
 
-  struct Weights {
-    u32 word[mma::kLoads][kWords][kLaneK];
-    u32x4 scale[mma::kLoads][kWords];  // of a word's rows, in the first step of a group's
+  struct Tile {
+    mem::Cursor weights;
+    mem::Buffer scales;
+    int scales_at;  // bytes
+  };
+  struct Weights {  // of adjacent words
+    u32 word[kLaneWords][kLaneK];
+    u32x4 scale[kLaneWords];  // of a word's rows
   };
 
+  // The words of a lane's loads are adjacent, too, unlike the rows of a 16-row matrix.
+  DEVICE static int value_row(int lane, int i) { return mma::row(lane, 0) * mma::kLoads + four_bit::value_load(i); }
   // Lanes past the last words read the last ones; their sums are not stored.
   DEVICE static Tile tile(const SkinnyProblem& p, int index) {
-    const int lane = wave::lane(), first = index * mma::kRows, lanes = p.n / kLaneRows - first;
-    Tile tile;
-    tile.scales = mem::buffer((const u16*)p.scale_b + first * kLaneRows);
-#pragma unroll
-    for (int l = 0; l < mma::kLoads; ++l) {
-      const int inside = mma::row(lane, l), place = inside < lanes ? inside : lanes - 1;
-      tile.weights[l] = mem::cursor(p.b + first * kWords * 4, place * kWords * 4 + mma::depth(lane) / 2 * p.b_row);
-      tile.scales_at[l] = place * kLaneRows * Bf16Scale::kBytes;
-    }
-    return tile;
+    const int lane = wave::lane(), first = index * mma::kRows, rows = p.n / kLaneRows - first;
+    const int inside = mma::row(lane, 0) * mma::kLoads, place = (inside < rows ? inside : rows - mma::kLoads) * kWords;
+    return {mem::cursor(p.b + first * kWords * 4, place * 4 + mma::depth(lane) / 2 * p.b_row),
+            mem::buffer((const u16*)p.scale_b + first * kLaneRows), place * kWordRows * Bf16Scale::kBytes};
   }
   // inside: this lane's K are inside; step_inside: some lane's are. The latter for scales, as they also multiply sums
   // over other lanes' K.
-  DEVICE static void refill(Weights& weights, const Tile& tile, const SkinnyProblem& p, int step, int in_slice,
+  DEVICE static void refill(Weights& weights, const Tile& tile, const SkinnyProblem& p, int step, int /*in_slice*/,
                             bool inside, bool step_inside) {
+    const int group = (step >> static_cast<const GroupedProblem&>(p).group_shift) * p.scale_b_row * Bf16Scale::kBytes;
 #pragma unroll
-    for (int l = 0; l < mma::kLoads; ++l)
+    for (int k = 0; k < kLaneK; ++k) {
+      const int at = (step * kStepK + k) * p.b_row;
+      if constexpr (kLaneWords == 1) four_bit::refill(weights.word[0][k], tile.weights, at, inside);
+      else four_bit::refill(weights.word[0][k], weights.word[1][k], tile.weights, at, inside);
+    }
 #pragma unroll
-      for (int k = 0; k < kLaneK; ++k) {
-        const int at = (step * kStepK + k) * p.b_row;
-        if constexpr (kWords == 1) four_bit::refill(weights.word[l][0][k], tile.weights[l], at, inside);
-        else four_bit::refill(weights.word[l][0][k], weights.word[l][1][k], tile.weights[l], at, inside);
-      }
-    if (in_slice % kGroupSteps) return;
-    const int group = (step >> static_cast<const GroupedProblem&>(p).group_shift) * p.scale_b_row;
-#pragma unroll
-    for (int l = 0; l < mma::kLoads; ++l)
-#pragma unroll
-      for (int w = 0; w < kWords; ++w)
-        weights.scale[l][w] = mem::load_or_zero(tile.scales, tile.scales_at[l] + w * int(sizeof(u32x4)),
-                                                group * Bf16Scale::kBytes, step_inside);
+    for (int w = 0; w < kLaneWords; ++w)
+      weights.scale[w] = mem::load_or_zero(tile.scales, tile.scales_at + w * int(sizeof(u32x4)), group, step_inside);
   }
 
-  // Adds a slice's products, scaled by group.
-  template <int kTiles, int kSteps>
-  DEVICE static void add(Sums (&sum)[kTiles], const Weights (&weights)[kSteps], const u32x4 (&tokens)[kSteps][kTiles]) {
-#pragma unroll
-    for (int first = 0; first < kSteps; first += kGroupSteps) add_group(sum, &weights[first], &tokens[first]);
-  }
+  // Adds a slice's products, scaled by group. Three things are issued in turn, so that none waits for another: a product,
+  // part of the next row's values, and the addition of the product before the last.
   template <int kTiles>
-  DEVICE static void add_group(Sums (&sum)[kTiles], const Weights* weights, const u32x4 (*tokens)[kTiles]) {
-    in_order<kLaneRows>([&]<int kRow>() __attribute__((always_inline)) { add_rows<kRow>(sum, weights, tokens); });
+  DEVICE static void add(Sums (&sum)[kTiles], const Weights (&weights)[1], const u32x4 (&tokens)[1][kTiles]) {
+    constexpr int kProducts = kLaneRows * kTiles, kAhead = 2, kPairs = kLaneK / 2, kAtOnce = kPairs / kTiles;
+    mma::Weights row[2];
+    f32x4 product[kAhead + 1];
+    in_order<kPairs>([&]<int i>() __attribute__((always_inline)) { convert<0, i>(row[0], weights[0]); });
+    in_order<kProducts + kAhead>([&]<int i>() __attribute__((always_inline)) {
+      constexpr int kRow = i / kTiles, kTile = i % kTiles, kAdded = i - kAhead;
+      if constexpr (i < kProducts) {
+        f32x4& next = product[i % (kAhead + 1)];
+        next = four_bit::multiply_tile(f32x4{}, row[kRow % 2], tokens[0][kTile]);
+        if constexpr (kRow + 1 < kLaneRows)
+          in_order<kAtOnce>([&]<int j>() __attribute__((always_inline)) {
+            convert<kRow + 1, kTile * kAtOnce + j>(row[(kRow + 1) % 2], weights[0]);
+          });
+        four_bit::issue(next);
+      }
+      if constexpr (kAdded >= 0) {
+        const f32x4& last = product[kAdded % (kAhead + 1)];
+        four_bit::add_scaled(sum[kAdded % kTiles].value[kAdded / kTiles], last, scales<kAdded / kTiles>(weights[0]));
+        four_bit::issue(last);
+      }
+    });
   }
-
-  // add_group for row kRow of each lane.
-  template <int kRow, int kTiles>
-  DEVICE static void add_rows(Sums (&sum)[kTiles], const Weights* weights, const u32x4 (*tokens)[kTiles]) {
-    mma::Weights row[kGroupSteps];
-    float scale[mma::kLoads];
+  // A pair of the values that a lane has of row kRow.
+  template <int kRow, int kPair>
+  DEVICE static void convert(mma::Weights& row, const Weights& weights) {
 #pragma unroll
     for (int l = 0; l < mma::kLoads; ++l) {
-#pragma unroll
-      for (int s = 0; s < kGroupSteps; ++s)
-        row[s].load[l] =
-            four_bit::Int4Columns(weights[s].word[l][kRow / kWordRows]).template column<kRow % kWordRows>();
-      const u32 pair = weights->scale[l][kRow / kWordRows][kRow % kWordRows / 2];
-      scale[l] = Bf16Scale::value(kRow % 2 ? pair >> 16 : pair);
+      const four_bit::Int4Columns columns(weights.word[l * kWords + kRow / kWordRows]);
+      row.load[l][kPair] = columns.template pair<kRow % kWordRows>(kPair * 2);
     }
+  }
+  // The scales of a lane's products of row kRow.
+  template <int kRow>
+  DEVICE static f32x4 scales(const Weights& weights) {
+    f32x4 scales;
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      f32x4 product = {};
-#pragma unroll
-      for (int s = 0; s < kGroupSteps; ++s) product = four_bit::multiply_tile(product, row[s], tokens[s][t]);
-      const f32x4 factor = {scale[four_bit::value_load(0)], scale[four_bit::value_load(1)],
-                            scale[four_bit::value_load(2)], scale[four_bit::value_load(3)]};
-      four_bit::add_scaled(sum[t].value[kRow], product, factor);
+    for (int i = 0; i < 4; ++i) {
+      const u32 pair = weights.scale[four_bit::value_load(i) * kWords + kRow / kWordRows][kRow % kWordRows / 2];
+      scales[i] = Bf16Scale::value(kRow % 2 ? pair >> 16 : pair);
     }
+    return scales;
   }
 };

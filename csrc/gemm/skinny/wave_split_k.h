@@ -210,6 +210,7 @@ struct WaveSplitK {
         for (int w = 0; w < mma::kWaves; ++w)
 #pragma unroll
           for (int i = 0; i < kVec; ++i) values[t][j][i] += buffer.sum[0][w][i][wave::index()][lane];
+        values[t][j] *= 1 / Operands::kUnit;
       }
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) sum[t] = Sums{};

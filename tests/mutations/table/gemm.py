@@ -18,7 +18,7 @@ BUGS = (
         Tests("test_hazards.py", module="scaled_mm_tiled")),
     Bug("bf16 halves swapped", "device/amd/mma.h", "__builtin_amdgcn_mfma_f32_16x16x16bf16_1k(w.hi, t.hi",
         "__builtin_amdgcn_mfma_f32_16x16x16bf16_1k(w.hi, t.lo", Cases(ops.unquantized_gemm, "bf16-m17", said=WRONG)),
-    Bug("words past the last", "gemm/skinny/int4_weights.h", "inside < lanes ? inside : lanes - 1", "inside",
+    Bug("words past the last", "gemm/skinny/int4_weights.h", "(inside < rows ? inside : rows - mma::kLoads)", "inside",
         Cases(ops.w4a16_gemm, "two-words")),
     Bug("-0 of MX-FP8 as gfx942 reads it", "device/amd/mx_values.h", "(word & 0x7f7f7f7fu)", "(word)",
         Cases(ops.mx_dequantize, "fp8-long", said=WRONG)),
