@@ -23,6 +23,12 @@ __all__ = ["w4a16_gemm"]
 PACK_FACTOR = 8  # output channels per int32 word
 TOKENS = {"amd": (16, 32, 64), "nvidia": (8, 16)}  # token limits of the kernels
 
+# Weight bytes per microsecond of a compute unit and of a block. With more than 32 tokens on AMD, as timing/ predicts them for
+# Llama-3.3-70B's layers and 64 tokens on MI300X. On NVIDIA guessed, so that resident blocks (csrc/gemm/skinny.h) fill the GPU.
+MANY_BYTES_PER_US, MANY_BLOCK_BYTES_PER_US = 9.4e3, 7e3
+NVIDIA_BLOCK_BYTES_PER_US = 8e3
+NVIDIA_RESIDENT = {8: 4, 16: 3}  # by tokens
+
 
 def _sizes(a) -> tuple[int, int, int]:
     """Return M, N and K."""
@@ -65,9 +71,14 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
 
 def _skinny_sizes(a, arch: Arch) -> wave_split_k.Sizes:
     """Return the sizes of the split-K schedule. A tile has the rows of 16 or 32 words (kRows of csrc/gemm/skinny/int4_weights.h)."""
-    m, n, k = _sizes(a)
-    words = 2 if arch.vendor == "amd" and kernel_tokens(TOKENS["amd"], m) <= 32 else 1
-    return wave_split_k.Sizes(m, n, k, 16 * PACK_FACTOR * words, 1, 0.5)
+    sizes, tokens, rows = _sizes(a), kernel_tokens(TOKENS[arch.vendor], rows_of(a.x)), 16 * PACK_FACTOR
+    if arch.vendor == "nvidia":
+        rates = NVIDIA_RESIDENT[tokens] * NVIDIA_BLOCK_BYTES_PER_US, False, NVIDIA_BLOCK_BYTES_PER_US
+        return wave_split_k.Sizes(*sizes, rows, 1, 0.5, *rates)
+    if tokens <= 32:
+        return wave_split_k.Sizes(*sizes, 2 * rows, 1, 0.5)
+    rates = MANY_BYTES_PER_US, True, MANY_BLOCK_BYTES_PER_US
+    return wave_split_k.Sizes(*sizes, rows, 1, 0.5, *rates, many_sums=True)
 
 
 def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,8 +29,9 @@ SUM_ROUND_US = 0.3
 class Sizes(NamedTuple):
     """A product of bf16 tokens and grouped weights, and its kernel.
 
-    `rows` are a tile's, `steps_at_once` a slice's, and `weight_bytes` a value's. A compute unit streams `unit_bytes_per_us`. Where blocks
-    overlap, a compute unit's blocks wait for memory and for each other at the same time.
+    `rows` are a tile's, `steps_at_once` a slice's, and `weight_bytes` a value's. A compute unit streams `unit_bytes_per_us`, and a block
+    at most `block_bytes_per_us`. Where blocks overlap, a compute unit's blocks wait for memory and for each other at the same time.
+    With `many_sums`, the partial sums of both tiles of a stream-K block count.
     """
 
     m: int
@@ -40,6 +42,8 @@ class Sizes(NamedTuple):
     weight_bytes: float
     unit_bytes_per_us: float = UNIT_BYTES_PER_US
     overlap: bool = False
+    block_bytes_per_us: float = math.inf
+    many_sums: bool = False
 
 
 def kernel_tokens(limits: tuple[int, ...], m: int) -> int:
@@ -75,15 +79,20 @@ def cost(config: SkinnyConfig, of: Sizes, arch: Arch) -> dict[str, float]:
     longest = -(-tiles * steps // (unit * slices)) * unit * STEP * config.rows * of.weight_bytes
     blocks = -(-config.blocks // arch.compute_units)
     waiting = blocks if of.overlap else 1
+    streaming = (
+        of.n * of.k * of.weight_bytes / hbm,
+        blocks * longest / of.unit_bytes_per_us,
+        longest / of.block_bytes_per_us,
+    )
     terms = {
-        "streaming": LATENCY_US / waiting
-        + max(of.n * of.k * of.weight_bytes / hbm, blocks * longest / of.unit_bytes_per_us),
+        "streaming": LATENCY_US / waiting + max(streaming),
         "blocks": blocks * BLOCK_US,
     }
     if config.split_k != 1:
         of_tile, share = config.rows * of.m * 4, config.blocks / max(tiles, 1)
         terms["sharing"] = (SHARING_US + share / SUMMED_AT_ONCE * SUM_ROUND_US) / waiting
-        terms["partials"] = 2 * config.blocks * of_tile / hbm
+        parts = config.blocks + (tiles if of.many_sums and not config.split_k else 0)
+        terms["partials"] = 2 * parts * of_tile / hbm
     return terms
 
 
