@@ -33,20 +33,6 @@ struct Decode : DecodeSums<T, kD, kNative, Problem, kPackedRows> {
   static constexpr int kLaneKeys = 8;                          // of V
 
   using Element = typename CacheType<Cache>::Element;
-  template <int kBytes>
-  struct Words;
-  template <>
-  struct Words<16> {
-    using Type = u32x4;
-  };
-  template <>
-  struct Words<8> {
-    using Type = u32x2;
-  };
-  template <>
-  struct Words<4> {
-    using Type = u32;
-  };
   using ValueVec = typename Words<(kNative ? kLaneKeys : kLaneDims) * int(sizeof(Element))>::Type;
 
   struct Keys {
@@ -127,44 +113,43 @@ struct Decode : DecodeSums<T, kD, kNative, Problem, kPackedRows> {
         const int first = tile / kLaneDims * kLaneKeys, dim = tile % kLaneDims;
 #pragma unroll
         for (int w = 0; w < 4; ++w)
-          operand.load[l][w] = pair(values.vec[first + 2 * w][l], values.vec[first + 2 * w + 1][l], dim);
+          operand.load[l][w] = pair<T, kFp8>(values.vec[first + 2 * w][l], values.vec[first + 2 * w + 1][l], dim);
       }
     return operand;
   }
-  DEVICE static u32 word(u32 vec, int) { return vec; }
-  DEVICE static u32 word(u32x2 vec, int i) { return vec[i]; }
-  DEVICE static u32 word(u32x4 vec, int i) { return vec[i]; }
-  // Element `dim` of two keys, as T.
-  DEVICE static u32 pair(const ValueVec& first, const ValueVec& second, int dim) {
-    if constexpr (kFp8) {
-      const u32 a = word(first, dim / 4), b = word(second, dim / 4);
-      const f32x2 low = dim / 2 % 2 ? numerics::from_e4m3x2<true>(a) : numerics::from_e4m3x2<false>(a);
-      const f32x2 high = dim / 2 % 2 ? numerics::from_e4m3x2<true>(b) : numerics::from_e4m3x2<false>(b);
-      return attention::pack_exact<T>(low[dim % 2], high[dim % 2]);
-    } else return attention::pair_of(word(first, dim / 2), word(second, dim / 2), dim % 2);
+
+  // Query operands, in key load order.
+  using Query = u32x4[kTiles][kProducts];
+  // Loads them, or copies them to LDS. Loaded e4m3 is converted once keys are on their way.
+  template <class Element>
+  DEVICE void load_query(Query& query, u32x4* query_in_lds, bool has_keys) const {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const auto c = packed_row(t * mma::kTileTokens + mma::tile_token(lane));
+      const i64 row = i64(request) * p.query_len + c.row;
+      const Element* from = (const Element*)p.query + row * p.query_stride + c.head * p.query_head_stride;
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i) {
+        const int element = part() * kWaveD + (kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8);
+        if constexpr (!kQueryInLds) query[t][i] = ::load_query(from + element);
+        else if (has_keys && (kParts == 1 || (t * kProducts + i) % kKeySets == key_set())) {
+          u32x4* const to = query_in_lds + (t * kProducts + i) * wave::kLanes;
+          if constexpr (sizeof(Element) == 1) to[lane] = as_operand<T>(mem::load<u32x2>(from + element));
+          else attention::copy_query((u8*)to, from + element);  // hazard: without keys, no wave waits for the copies
+        }
+      }
+    }
+    if constexpr (kQueryInLds) attention::end_query();
   }
 
   DEVICE void run() {
     constexpr Max max{};
-    // Query operands, in key load order.
-    u32x4 query[kTiles][kProducts];
+    Query query;
     u32x4* const query_in_lds = kParts > 1 ? buffer.parts.query[part()][0] : (u32x4*)buffer.out[wave::index()];
     int step = wave::block_id_y();
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      const auto c = packed_row(t * mma::kTileTokens + mma::tile_token(lane));
-      const u16* from = p.query + (i64(request) * p.query_len + c.row) * p.query_stride + c.head * p.query_head_stride;
-#pragma unroll
-      for (int i = 0; i < kProducts; ++i) {
-        const int element = part() * kWaveD + (kFp8 ? i / 2 * 64 + of_lane * 16 + i % 2 * 8 : i * 32 + of_lane * 8);
-        if constexpr (kQueryInLds) {
-          // Hazard: without keys, no wave waits for the copies.
-          if (first_key(step) < end && (kParts == 1 || (t * kProducts + i) % kKeySets == key_set()))
-            attention::copy_query((u8*)(query_in_lds + (t * kProducts + i) * wave::kLanes), from + element);
-        } else query[t][i] = mem::load<u32x4>(from + element);
-      }
-    }
-    if constexpr (kQueryInLds) attention::end_query();
+    const bool has_fp8_query = Split::template has_fp8_query<Cache>();
+    if (has_fp8_query) load_query<u8>(query, query_in_lds, first_key(step) < end);
+    else load_query<u16>(query, query_in_lds, first_key(step) < end);
     int first_seen[kTiles][mma::kValueTokens], seen[kTiles][mma::kValueTokens];  // the column's keys in this lane
     float maximum[kTiles][mma::kValueTokens], sum[kTiles][mma::kValueTokens];
 #pragma unroll
@@ -178,7 +163,7 @@ struct Decode : DecodeSums<T, kD, kNative, Problem, kPackedRows> {
         sum[t][v] = 0.0f;
       }
     f32x4 out[kTiles][kDimTiles] = {};
-    const float scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);
+    const float scale = Split::template score_scale<Cache>();
     this->load_early_scale();
 
     if (first_key(step) < end) {
@@ -190,6 +175,12 @@ struct Decode : DecodeSums<T, kD, kNative, Problem, kPackedRows> {
       int next_pages = load_pages(step_key(step + splits));
       attention::issue_now();
       load(values, at);
+      if constexpr (!kQueryInLds)
+        if (has_fp8_query)
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int i = 0; i < kProducts; ++i) query[t][i] = as_operand<T>(query[t][i].lo);
       if constexpr (kQueryInLds) {
         attention::issue_here();  // keys and values do not wait for queries
         attention::wait_for_query();

@@ -79,17 +79,27 @@ struct MlaDecode : MlaSplit<T, kPackedRowTiles> {
   // The step's key in this row of this wave's tile.
   DEVICE int key(int tile, int row) const { return attention::key(tile ^ flip, row); }
 
+  template <class Query>
   DEVICE void load_query() {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       const auto c = this->packed_row(t * mma::kTileTokens + mma::tile_token(lane));
       const i64 row = i64(request) * p.query_len + c.row;
-      const u16* from = p.query + row * p.query_stride + c.head * p.query_head_stride + wave::index() * kWaveDims;
+      const Query* from = (const Query*)p.query + row * p.query_stride + c.head * p.query_head_stride;
 #pragma unroll
-      for (int i = 0; i < kProducts; ++i) query[t][i] = mem::load<u32x4>(from + first_element(i, of_lane()));
-      from = mla.query_pe + row * mla.query_pe_stride + c.head * mla.query_pe_head_stride;
-      query_rope[t] = mem::load<u32x4>(from + rope_half() * 32 + of_lane() * 8);
+      for (int i = 0; i < kProducts; ++i)
+        query[t][i] = ::load_query(from + wave::index() * kWaveDims + first_element(i, of_lane()));
+      from = (const Query*)mla.query_pe + row * mla.query_pe_stride + c.head * mla.query_pe_head_stride;
+      query_rope[t] = ::load_query(from + rope_half() * 32 + of_lane() * 8);
       if (wave::index() >= 4) query_rope[t] = {};  // waves 0 to 3 add these scores
+    }
+  }
+  DEVICE void convert_query() {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i) query[t][i] = as_operand<T>(query[t][i].lo);
+      query_rope[t] = as_operand<T>(query_rope[t].lo);
     }
   }
 
@@ -238,8 +248,10 @@ struct MlaDecode : MlaSplit<T, kPackedRowTiles> {
   }
 
   DEVICE void run() {
-    load_query();
-    scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);
+    const bool has_fp8_query = Split::template has_fp8_query<Cache>();
+    if (has_fp8_query) load_query<u8>();
+    else load_query<u16>();
+    scale = Split::template score_scale<Cache>();
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
       maximum[i] = kLowest;
@@ -253,6 +265,7 @@ struct MlaDecode : MlaSplit<T, kPackedRowTiles> {
         stages[i].pages = i == 0 ? Split::first_pages() : load_pages(step_key(step + i * splits));
 #pragma unroll
       for (int i = 0; i < kStages; ++i) load(stages[i], step + i * splits);
+      if (has_fp8_query) convert_query();  // keys are on their way
 #pragma unroll 1
       for (; step_key(step) < end; step += kStages * splits)
 #pragma unroll

@@ -4,10 +4,11 @@
 #include "device/divisor.h"
 
 struct DecodeProblem {
-  const u16* query;        // [requests * query_len, query_heads, D]
-  void* out;               // same shape, 16-bit, or e4m3 with a scale
-  const float* out_scale;  // [1], or null
-  float* lse;              // [requests * query_len, query_heads], or null
+  const void* query;         // [requests * query_len, query_heads, D], 16-bit, or e4m3 with a scale
+  const float* query_scale;  // [1], or null
+  void* out;                 // same shape, 16-bit, or e4m3 with a scale
+  const float* out_scale;    // [1], or null
+  float* lse;                // [requests * query_len, query_heads], or null
   CacheView key_cache, value_cache;
   const int* block_table;  // [requests, pages per request]
   const int* seq_lens;     // [requests], including the query rows
@@ -35,7 +36,7 @@ struct GroupedProblem : DecodeProblem {
 // part of the query.
 struct MlaProblem {
   DecodeProblem decode;
-  const u16* query_pe;  // [requests * query_len, query_heads, 64]
+  const void* query_pe;  // [requests * query_len, query_heads, 64]
   i64 query_pe_stride, query_pe_head_stride;
   int requests;
   int blocks;          // that share all requests' steps evenly, if requests have no splits of their own

@@ -20,6 +20,42 @@ DEVICE u32x4 as_operand(u32x2 elements) {
   return {pack_exact<T>(a.x, a.y), pack_exact<T>(b.x, b.y), pack_exact<T>(c.x, c.y), pack_exact<T>(d.x, d.y)};
 }
 
+// A vector of this many bytes.
+template <int kBytes>
+struct Words;
+template <>
+struct Words<16> {
+  using Type = u32x4;
+};
+template <>
+struct Words<8> {
+  using Type = u32x2;
+};
+template <>
+struct Words<4> {
+  using Type = u32;
+};
+DEVICE u32 word(u32 vec, int) { return vec; }
+DEVICE u32 word(u32x2 vec, int i) { return vec[i]; }
+DEVICE u32 word(u32x4 vec, int i) { return vec[i]; }
+// Element `dim` of two keys' vectors, as T.
+template <class T, bool kFp8, class Vec>
+DEVICE u32 pair(const Vec& first, const Vec& second, int dim) {
+  if constexpr (kFp8) {
+    const u32 a = word(first, dim / 4), b = word(second, dim / 4);
+    const f32x2 low = dim / 2 % 2 ? numerics::from_e4m3x2<true>(a) : numerics::from_e4m3x2<false>(a);
+    const f32x2 high = dim / 2 % 2 ? numerics::from_e4m3x2<true>(b) : numerics::from_e4m3x2<false>(b);
+    return attention::pack_exact<T>(low[dim % 2], high[dim % 2]);
+  } else return attention::pair_of(word(first, dim / 2), word(second, dim / 2), dim % 2);
+}
+
+// Loads 8 elements of a query. e4m3 is the low half, until `as_operand` converts it.
+DEVICE u32x4 load_query(const u16* from) { return mem::load<u32x4>(from); }
+DEVICE u32x4 load_query(const u8* from) {
+  const u32x2 bytes = mem::load<u32x2>(from);
+  return {bytes.x, bytes.y, 0, 0};
+}
+
 // `min_steps` counts steps of kMinKeys. kParts consecutive waves have the same keys, and every wave has all of the block's
 // steps, so that they meet at its barriers: without keys of its own it repeats one of the block's.
 template <class Output, int kStepKeys_, int kWaveKeys_ = 32, int kMinKeys = kStepKeys_, int kParts = 1>
@@ -67,6 +103,17 @@ struct DecodeSplit : Output {
   DEVICE int clamped(int key) const {
     const int low = key > begin ? key : begin;
     return low < end ? low : own;
+  }
+  // True if queries are e4m3: for caches of it.
+  template <class Cache>
+  DEVICE bool has_fp8_query() const {
+    return __is_same(Cache, E4m3) && p.query_scale;
+  }
+  // The factor of scores.
+  template <class Cache>
+  DEVICE float score_scale() const {
+    const float scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);
+    return has_fp8_query<Cache>() ? scale * mem::load<float>(p.query_scale) : scale;
   }
   // Loads pages: lane l gets the page of key `first` + l % 32.
   DEVICE int load_pages(int first) const {

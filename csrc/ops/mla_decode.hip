@@ -26,9 +26,9 @@ DEVICE void combine(const MlaProblem& problem) {
 #ifdef HAS_MLA_64
 #include "attention/amd/mla_in_lds.h"
 
-#define DECODE_64(symbol, T, Cache)                                                    \
+#define DECODE_64(symbol, ...)                                                         \
   KERNEL(kMlaWaves* wave::kLanes) WAVES_PER_SIMD(2) symbol(const MlaProblem problem) { \
-    decode<MlaDecodeInLds<T, Cache>>(problem);                                         \
+    decode<MlaDecodeInLds<__VA_ARGS__>>(problem);                                      \
   }
 #endif
 #define PACKED_ROW_TILES(tiles)                                     \
@@ -46,8 +46,10 @@ COMBINE(mla_decode_combine_fp16_4, MlaCombine, F16, 4)
 #ifdef HAS_MLA_64
 DECODE_64(mla_decode_bf16_lds_4, Bf16, Bf16)
 DECODE_64(mla_decode_bf16_fp8_lds_4, Bf16, E4m3)
+DECODE_64(mla_decode_bf16_fp8_query_lds_4, Bf16, E4m3, E4m3)
 DECODE_64(mla_decode_fp16_lds_4, F16, F16)
 DECODE_64(mla_decode_fp16_fp8_lds_4, F16, E4m3)
+DECODE_64(mla_decode_fp16_fp8_query_lds_4, F16, E4m3, E4m3)
 #endif
 #ifdef HAS_MLA_IN_LDS
 #include "attention/nvidia/mla_in_lds.h"

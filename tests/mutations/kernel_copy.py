@@ -22,12 +22,14 @@ TYPES = {"bf16": "Bf16", "fp16": "F16"}
 
 
 def _mla(symbol: str) -> str:
-    kind, fp8, lds, tiles = re.search(r"_(bf16|fp16)(_fp8)?(_lds)?_(\d+)$", symbol).groups()
+    kind, fp8, query, lds, tiles = re.search(r"_(bf16|fp16)(_fp8)?(_query)?(_lds)?_(\d+)$", symbol).groups()
     element = TYPES[kind]
     if symbol.startswith("mla_decode_combine"):
         return f"COMBINE({symbol}, MlaCombine, {element}, {tiles})\n"
     cache = "E4m3" if fp8 else element
-    return f"DECODE_64({symbol}, {element}, {cache})\n" if lds else f"DECODE({symbol}, {element}, {cache}, {tiles})\n"
+    if lds:
+        return f"DECODE_64({symbol}, {element}, {cache}, {cache if query else element})\n"
+    return f"DECODE({symbol}, {element}, {cache}, {tiles})\n"
 
 
 def _paged(symbol: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, Workspace, fields
 from vllm_rocm_ops.core.op import Case, Op, case_maker
-from vllm_rocm_ops.core.tensors import describe, is_wide_float
+from vllm_rocm_ops.core.tensors import describe
 from vllm_rocm_ops.ops.shared import attention, decode
 from vllm_rocm_ops.ops.shared.decode import DecodeConfig
 
@@ -51,8 +51,9 @@ def _layout(a) -> attention.CacheLayout:
 
 def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     dtype = a.q_nope.dtype
-    holds = a.q_nope.dim() == 3 and is_wide_float(a.q_nope) and 0 not in a.q_nope.shape[1:]
-    yield "q_nope", "floating point of 16 bits or more, [rows, heads, latent size]", describe(a.q_nope), holds
+    holds = a.q_nope.dim() == 3 and 0 not in a.q_nope.shape[1:]
+    yield "q_nope", "[rows, heads, latent size]", describe(a.q_nope), holds
+    yield from decode.query_contract("q_nope", a.q_nope, a.kv_cache, a.q_scale)
     rows, heads, latent = a.q_nope.shape
     holds = a.q_pe.dtype == dtype and a.q_pe.dim() == 3 and a.q_pe.shape[:2] == (rows, heads) and a.q_pe.shape[2] > 0
     yield "q_pe", f"{dtype} [rows={rows}, heads={heads}, size]", describe(a.q_pe), holds
@@ -68,12 +69,13 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     layout = _layout(a)
-    yield "q_nope is bfloat16 or float16", a.q_nope.dtype in attention.ELEMENTS
+    yield from decode.can_implement_query("q_nope", a.q_nope, a.q_scale, arch)
     sizes = (a.q_nope.shape[2], a.q_pe.shape[2])
     yield f"the latent has {LATENT} elements and the RoPE part {ROPE}", sizes == (LATENT, ROPE)
     yield from attention.can_implement_cache(layout, a.q_nope.dtype, arch)
-    yield attention.can_implement_heads("q_nope", a.q_nope)
-    yield attention.can_implement_heads("q_pe", a.q_pe)
+    for name in ("q_nope", "q_pe"):
+        query = getattr(a, name)
+        yield attention.can_implement_heads(name, query, attention.of_16_bytes(query))
     yield from decode.can_implement_out(a, LATENT, arch)
     yield from decode.can_implement_requests(a, layout, 2**13)
 
@@ -191,8 +193,8 @@ def _plan(config: MlaConfig, outputs, a, arch: Arch) -> list[Launch]:
             "combine_blocks": combine_blocks,
         },
     )
-    kind = attention.ELEMENTS[a.q_nope.dtype]
-    fp8 = "_fp8" * attention.is_quantized(a.kv_cache)
+    kind = attention.ELEMENTS[decode.result_dtype(a.q_nope, a.out)]
+    fp8 = "_fp8" * attention.is_quantized(a.kv_cache) + "_query" * (config.in_lds and attention.is_quantized(a.q_nope))
     block = (WAVES * arch.wave_lanes, 1, 1)
     even, lds = "_even" * config.even, _lds_bytes(packed_rows) if config.in_lds and arch.vendor == "nvidia" else 0
     symbol = f"mla_decode_{kind}{fp8}{'_lds' * config.in_lds}{even}_{tiles}"
@@ -231,11 +233,13 @@ def _inputs(lens, heads, given, device, generator, fp8_dtype) -> tuple:
     rows = cache.unsqueeze(2)
     decode.fill(attention.CacheLayout(rows[..., latent:], rows[..., :latent]), table, lens, given, generator)
     of_rows = requests * query_len
-    q_nope = torch.randn(heads, of_rows, latent, generator=generator).mul(2).to(dtype)
-    q_pe = torch.randn(of_rows, heads, 2 * rope, generator=generator).mul(2).to(dtype)
+    q_nope = torch.randn(heads, of_rows, latent, generator=generator).mul(2).to(dtype).to(device).transpose(0, 1)
+    q_pe = torch.randn(of_rows, heads, 2 * rope, generator=generator).mul(2).to(dtype).to(device)[..., rope:]
+    if given.get("fp8_query"):  # as vLLM gives it
+        q_nope, q_pe = torch.cat((q_nope, q_pe), -1).mul(2).to(fp8_dtype).split((latent, rope), -1)
     return (
-        q_nope.to(device).transpose(0, 1),
-        q_pe.to(device)[..., rope:],
+        q_nope,
+        q_pe,
         cache.to(device),
         table.to(device),
         torch.tensor(lens, dtype=torch.int32).to(device),
@@ -245,6 +249,7 @@ def _inputs(lens, heads, given, device, generator, fp8_dtype) -> tuple:
         given.get("fixed_split_size", 0),
         given.get("return_lse", True),
         decode.out_of(given, of_rows, heads, latent, dtype, device),
+        torch.tensor([0.6], device=device) if given.get("fp8_query") else None,
     )
 
 
@@ -278,6 +283,13 @@ def _cases() -> Iterator[Case]:
     yield case("fixed-split-few", (270, 3), 40, fixed_split_size=128, wider=0)
     yield case("long", (650,), 4)
     yield case("requests", (1, 0, 130) * 45, 1, wider=0)
+    fp8_query = {"fp8": True, "fp8_query": True}
+    for heads, lens in ((3, (70, 1)), (17, (35,)), (64, (97, 0, 32)), (128, (140, 33))):
+        yield case(f"fp8-query-{heads}", lens, heads, **fp8_query)
+    yield case("fp8-query-fp16", (70, 3), 4, **fp8_query, dtype=torch.float16, out=True)
+    yield case("fp8-query-fp16-64", (300,), 40, **fp8_query, dtype=torch.float16, out=True, fixed_split_size=128)
+    yield case("fp8-query-rows-4", (3, 90), 16, **fp8_query, query_len=4, wider=0)
+    yield case("fp8-query-large-scores", (140,), 40, **fp8_query, peak=40.0, scale=1.0)
     yield case("no-lse", (20,), 2, return_lse=False)
     yield case("out", (70, 3), 4, out=True)
     yield case("sizes-256", (20,), 2, sizes=(256, 32))
@@ -309,6 +321,7 @@ def mla_decode(
     fixed_split_size: int = 0,
     return_lse: bool = False,
     out: Tensor | None = None,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from the last query_len rows of each request to the latents in a paged MLA cache.
 
@@ -316,8 +329,8 @@ def mla_decode(
     of 64.
 
     Args:
-        q_nope: [requests * query_len, heads, latent size], bf16 or fp16: queries after W_UK absorption; rows and heads
-            may be strided.
+        q_nope: [requests * query_len, heads, latent size], bf16, fp16, or with q_scale and an e4m3 cache e4m3: queries
+            after W_UK absorption; rows and heads may be strided.
         q_pe: [requests * query_len, heads, RoPE size], q_nope's dtype: the rotated part; rows and heads may be strided.
         kv_cache: [pages, N, latent size + RoPE size], as `rope_and_cache_mla` writes it; q_nope's dtype or e4m3.
         block_table: [requests, pages], int32.
@@ -328,7 +341,9 @@ def mla_decode(
         fixed_split_size: Fixed split size in keys, a multiple of 128, which makes bits independent of the batch; 0 chooses
             splits by cost.
         return_lse: Return the log-sum-exp of the scores.
-        out: [rows, heads, latent size], q_nope's dtype, may be strided. Written in place of a new tensor.
+        out: [rows, heads, latent size], q_nope's dtype, or with q_scale bf16 or fp16; may be strided. Written in place
+            of a new tensor, which q_scale makes bf16.
+        q_scale: float32, one element: the scale of an e4m3 query, else None.
 
     Returns:
         The pair (out [rows, heads, latent size], empty if `out` is given; natural logarithm of the softmax sums [rows,
@@ -337,8 +352,9 @@ def mla_decode(
     Source:
         MLA decode of RadeonFlow; MLA_decode of AMD perf-kernels; the decode part of vLLM's MLA backends.
     """
-    query = torch.cat((q_nope, q_pe), -1)
+    dtype = decode.result_dtype(q_nope, out)
+    query = torch.cat((q_nope.to(dtype), q_pe.to(dtype)), -1)
     rows = kv_cache.unsqueeze(2)
     layout = attention.CacheLayout(rows, rows[..., : q_nope.shape[2]])
-    results = decode.reference(query, layout, block_table, seq_lens, query_len, scale, (kv_scale, kv_scale))
+    results = decode.reference(query, layout, block_table, seq_lens, query_len, scale, (kv_scale, kv_scale, q_scale))
     return decode.returned(out, return_lse, *results)

@@ -13,7 +13,7 @@ from vllm_rocm_ops.core import quantization
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Launch, fields
 from vllm_rocm_ops.core.op import Case, Op, case_maker
-from vllm_rocm_ops.core.tensors import apart_contract, describe, is_wide_float
+from vllm_rocm_ops.core.tensors import apart_contract, describe
 from vllm_rocm_ops.ops.shared import attention, decode
 from vllm_rocm_ops.ops.shared.attention import CacheLayout
 from vllm_rocm_ops.ops.shared.decode import DecodeConfig
@@ -41,8 +41,9 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
     size = layout.key_size
     holds = layout.value_size == size
     yield "value_cache", f"of the key cache's head size {size}", describe(a.value_cache), holds
-    wanted = f"floating point of 16 bits or more, [rows, heads, size={size}] or [rows, heads * size]"
-    yield "query", wanted, describe(a.query), is_wide_float(a.query) and attention.is_heads(a.query, None, None, size)
+    wanted = f"[rows, heads, size={size}] or [rows, heads * size]"
+    yield "query", wanted, describe(a.query), attention.is_heads(a.query, None, None, size)
+    yield from decode.query_contract("query", a.query, a.key_cache, a.q_scale)
     yield attention.cache_dtype_contract("key_cache", a.key_cache, dtype)
     heads = _query(a).shape[1]
     wanted = f"of a multiple of {layout.heads} heads"
@@ -67,7 +68,7 @@ def _contract(a) -> Iterator[tuple[str, str, str, bool]]:
 
 def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
     layout = _layout(a)
-    yield "query is bfloat16 or float16", a.query.dtype in attention.ELEMENTS
+    yield from decode.can_implement_query("query", a.query, a.q_scale, arch)
     yield f"size is one of {SIZES}", layout.key_size in SIZES
     yield from attention.can_implement_cache(layout, a.query.dtype, arch)
     yield "pages of a native cache have a multiple of 8 slots", not layout.is_native or layout.page_size % 8 == 0
@@ -149,7 +150,7 @@ def _plan(config: DecodeConfig, outputs, a, arch: Arch) -> list[Launch]:
         row, head = a.out_scales.stride()
         args |= {"out_scales": a.out_scales, "out_scales_stride": row, "out_scales_head_stride": head}
     is_fp8 = attention.is_quantized(layout.key)
-    kind = attention.ELEMENTS[query.dtype] + "_fp8" * is_fp8
+    kind = attention.ELEMENTS[decode.result_dtype(query, a.out)] + "_fp8" * is_fp8
     symbol = f"paged_attention_decode_{kind}_{layout.key_size}_{'native' if layout.is_native else 'packed'}"
     symbol += "_8" * (packed_rows == 8) + "_grouped" * (a.out_scales is not None)
     grid, block = (blocks, config.num_kv_splits, 1), (_waves(layout) * arch.wave_lanes, 1, 1)
@@ -194,6 +195,8 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
         caches = [torch.full(shape, math.nan).to(kind) for shape in ((pages, kv_heads, size // x, page, x), of_value)]
     decode.fill(CacheLayout(*caches), order, lens, given, generator)
     query = torch.randn(requests * query_len, query_heads * size + 64, generator=generator).mul(2).to(dtype)
+    if given.get("fp8_query"):
+        query = query.mul(2).to(fp8_dtype)
     scales = [torch.tensor([s], device=device) if is_fp8 else None for s in (0.7, 1.9)]
     sinks = None
     if given.get("sinks"):
@@ -217,6 +220,7 @@ def _inputs(lens, heads, size, given, device, generator, fp8_dtype) -> tuple:
         decode.out_of(given | of_out, requests * query_len, query_heads, size, dtype, device),
         torch.tensor([0.013], device=device) if of_out and groups is None else None,
         groups,
+        torch.tensor([0.6], device=device) if given.get("fp8_query") else None,
     )
 
 
@@ -278,6 +282,14 @@ def _cases() -> Iterator[Case]:
     yield case("divided-window-rows", (200, 20, 3), (5, 1), 256, window=33, query_len=4, layout="native", fp8=True)
     yield case("divided-out-fp8", (300, 1), (4, 1), 256, out=True, out_fp8=True, fixed_split_size=128)
     yield case("divided-tree", (4230, 2190), (1, 1), 256, fixed_split_size=128)
+    fp8_query = {"fp8": True, "fp8_query": True}
+    for size in SIZES:
+        yield case(f"fp8-query-{size}", (133, 0), (3, 1), size, **fp8_query)
+        yield case(f"fp8-query-{size}-native", (140, 3), (20, 1), size, **fp8_query, layout="native", wider=0)
+    yield case("fp8-query-fp16", (150, 20), (6, 2), 128, **fp8_query, **fp16, out=True, query_len=3)
+    yield case("fp8-query-out-fp8", (40, 129), (3, 1), 128, **fp8_query, out=True, out_fp8=True)
+    yield case("fp8-query-groups", (150, 20), (4, 2), 128, **fp8_query, **grouped)
+    yield case("fp8-query-large-scores", (140,), (4, 1), 64, **fp8_query, peak=40.0, scale=1.0)
     yield case("size-80", (20,), (2, 1), 80)
     yield case("no-requests", (), (2, 1), 64)
     yield case("nine-parts", (1030, 140), (2, 1), 128, fixed_split_size=128)
@@ -313,6 +325,7 @@ def paged_attention_decode(
     out: Tensor | None = None,
     out_scale: Tensor | None = None,
     out_scales: Tensor | None = None,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from the last query_len rows of each request to its keys and values in a paged cache.
 
@@ -320,7 +333,8 @@ def paged_attention_decode(
     (GQA). Nothing after seq_len is read.
 
     Args:
-        query: [requests * query_len, heads, size] or [rows, heads * size], bf16 or fp16; rows and heads may be strided.
+        query: [requests * query_len, heads, size] or [rows, heads * size], bf16, fp16, or with q_scale and caches of it
+            e4m3; rows and heads may be strided.
         key_cache: As `rope_and_cache` writes it, query's dtype or e4m3. Unpaged keys [requests, N, heads, size] have
             one page per request, with the block table arange(requests).
         value_cache: As key_cache, with its dtype.
@@ -335,11 +349,12 @@ def paged_attention_decode(
         fixed_split_size: Fixed split size in keys, a multiple of 128, which makes bits independent of the batch; 0 chooses
             splits by cost.
         return_lse: Return the log-sum-exp of the scores.
-        out: Like query, or of an e4m3 dtype with out_scale or out_scales; may be strided. Written in place of a new
-            tensor.
+        out: Like query, with q_scale bf16 or fp16, or of an e4m3 dtype with out_scale or out_scales; may be strided.
+            Written in place of a new tensor, which q_scale makes bf16.
         out_scale: float32, one element: the static scale of an e4m3 out.
         out_scales: [rows, heads * size / 128], float32, any strides: receives a dynamic scale per 128 elements of an
             e4m3 out.
+        q_scale: float32, one element: the scale of an e4m3 query, else None.
 
     Returns:
         The pair (out like query, zero for rows without keys, and empty if `out` is given; natural logarithm of the
@@ -349,8 +364,8 @@ def paged_attention_decode(
         06-attention-decode.py and paged attention of AMD perf-kernels; the decode part of vLLM's attention backends.
     """
     layout = CacheLayout(key_cache, value_cache)
-    rows = attention.heads(query, layout.key_size)
-    scales = k_scale, v_scale
+    rows = attention.heads(query, layout.key_size).to(decode.result_dtype(query, out))
+    scales = k_scale, v_scale, q_scale
     result, lse = decode.reference(rows, layout, block_table, seq_lens, query_len, scale, scales, window, sinks)
     wide = result.to(decode.exact(result))
     if out_scale is not None:

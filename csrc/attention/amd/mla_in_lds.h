@@ -8,15 +8,14 @@
 // of unit i - 1 by p while reading unit i's, and stores unit i + 2 to LDS, which holds three units. The next two
 // units are in flight in registers.
 //
-// On gfx942 a unit takes 1088 cycles of a SIMD's matrix unit, and its vector ALU is busy for some 1040 with a cache of
-// e4m3, LDS for 850. The model of timing/ predicts 1460 cycles, 1630 with a cache of 16 bits: 1.34 and 1.50 times the
-// matrix unit's, as both waves wait for LDS after each barrier. Units of 32 keys need more LDS than gfx942 has, unless
-// keys stay e4m3 there, which products of e4m3 allow.
+// On gfx942 a unit takes 1088 cycles of a SIMD's matrix unit, 800 where queries are e4m3, as keys in LDS then are, too.
+// The model of timing/ predicts 1460 cycles with a cache of 16 bits, 1410 with one of e4m3 that is converted on the way
+// to LDS, and 1200 with e4m3 queries.
 #pragma once
 #include "attention/mla.h"
 #include "device/panel.h"
 
-template <class T, class Cache>
+template <class T, class Cache, class Query = T>
 struct MlaDecodeInLds : MlaSplit<T, 4> {
   using Split = MlaSplit<T, 4>;
   using Split::clamped, Split::packed_rows, Split::end, Split::finish_packed_row, Split::first_row_end,
@@ -25,17 +24,20 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
   using Split::request;
 
   using Element = typename CacheType<Cache>::Element;
-  static constexpr bool kFp8 = __is_same(Cache, E4m3);
+  static constexpr bool kFp8 = __is_same(Cache, E4m3), kFp8Products = __is_same(Query, E4m3);
+  static constexpr bool kConverts = kFp8 && !kFp8Products;          // keys, on the way to LDS
   static constexpr int kKeys = 16, kStepUnits = kStepKeys / kKeys;  // keys per unit, and units per step
-  static constexpr int kSlots = 3, kStages = 2;                     // units in LDS, and in flight
-  static_assert(kStages <= kStepUnits, "the first pages belong to one step");
+  // A unit's weights are computed beside the next unit's scores, if LDS has room for one more unit.
+  static constexpr int kLag = kFp8Products;
+  static constexpr int kSlots = 3 + kLag, kStages = 2;  // units in LDS, and in flight
   static constexpr int kGroupWaves = kWaves / 2, kPackedRowTiles = kPackedRows / 16;
-  static constexpr int kPanels = (kLatent + 64) / 64;  // 64 elements each
+  static constexpr int kLdsBytes = kFp8Products ? 1 : 2;  // per element
+  static constexpr int kLatentPanels = kLatent * kLdsBytes / tile::kDepth, kPanels = kLatentPanels + 1;
   // Padding: a row of two adjacent panels covers all banks of gfx950, where two rows cover them.
   static constexpr int kPanelBytes = (kKeys + 1) * tile::kDepth;
-  static constexpr int kProducts = kPanels * 2;        // 32 elements of a key each
-  static constexpr int kDims = kLatent / kGroupWaves;  // per wave
-  static constexpr int kLaneDims = kDims / 16;         // contiguous
+  static constexpr int kReads = (kLatent + 64) * kLdsBytes / 64;  // of a lane, per key
+  static constexpr int kDims = kLatent / kGroupWaves;             // per wave
+  static constexpr int kLaneDims = kDims / 16;                    // contiguous
 
   struct Units {
     u8 keys[kSlots][kPanels * kPanelBytes];  // panel-major
@@ -68,8 +70,11 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
     return (wave::block_id_y() + unit / kStepUnits * splits) * kStepKeys + unit % kStepUnits * kKeys;
   }
   // A 16-byte vector of a panel row.
+  DEVICE static int offset(int panel, int row, int vec) {
+    return panel * kPanelBytes + row * tile::kDepth + (vec ^ lds::swizzle(row)) * 16;
+  }
   DEVICE u8* at(int slot, int panel, int row, int vec) const {
-    return buffer.units.keys[slot] + panel * kPanelBytes + row * tile::kDepth + (vec ^ lds::swizzle(row)) * 16;
+    return buffer.units.keys[slot] + offset(panel, row, vec);
   }
   DEVICE static int next_slot(int slot) { return slot + 1 < kSlots ? slot + 1 : 0; }
 
@@ -79,7 +84,9 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
   struct Scores {
     static constexpr float kSlack = 8.0f;
     const MlaDecodeInLds& of;
-    u32x4 query[kProducts], keys[kProducts];
+    u32x4 query[kReads], keys[kReads];
+    f32x4 score;  // of a unit whose weights are still to be computed
+    int first_of_score = 1 << 30;
     float maximum = kLowest, sum = 0.0f, rounded_sum = 0.0f;
     int row_end;
     float scale;
@@ -88,29 +95,41 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
       const auto& p = of.p;
       const auto c = of.packed_row(of.group_wave * 16 + of.lane % 16);
       const i64 row = i64(of.request) * p.query_len + c.row;
-      const u16* latent = p.query + row * p.query_stride + c.head * p.query_head_stride;
-      const u16* rope = of.mla.query_pe + row * of.mla.query_pe_stride + c.head * of.mla.query_pe_head_stride;
+      const auto* latent = (const u8*)p.query + (row * p.query_stride + c.head * p.query_head_stride) * kLdsBytes;
+      const i64 of_rope = row * of.mla.query_pe_stride + c.head * of.mla.query_pe_head_stride;
+      const auto* rope = (const u8*)of.mla.query_pe + (of_rope - kLatent) * kLdsBytes;
 #pragma unroll
-      for (int i = 0; i < kProducts; ++i) {
-        const int element = i * 32 + of.lane / 16 * 8;
-        query[i] = mem::load<u32x4>(i < kLatent / 32 ? latent + element : rope + (element - kLatent));
-      }
+      for (int i = 0; i < kReads; ++i)
+        query[i] = mem::load<u32x4>((i * 64 < kLatent * kLdsBytes ? latent : rope) + i * 64 + of.lane / 16 * 16);
       row_end = of.first_row_end + c.row;
-      scale = p.scale * (p.key_cache.scale ? mem::load<float>(p.key_cache.scale) : 1.0f);
+      scale = of.template score_scale<Cache>();
     }
 
     DEVICE void run() {
 #pragma unroll
-      for (int i = 0; i < kProducts; ++i) attention::compute_now(query[i]);  // the loop waits for no loads
+      for (int i = 0; i < kReads; ++i) attention::compute_now(query[i]);  // the loop waits for no loads
       block_barrier();  // hazard: keys are read before they are written
 #pragma unroll
-      for (int i = 0; i < kProducts; ++i) read(i, 0);
+      for (int i = 0; i < kReads; ++i) read(i, 0);
       int slot = 0;
 #pragma unroll 1
-      for (int unit = 0; unit % kStages > 0 || of.unit_key(unit) < of.end; ++unit) {  // the iterations of Sums
-        slot = next_slot(slot);
-        add(unit % 2, of.unit_key(unit), slot);
-        block_barrier();  // hazard: weights are read before they are written, or keys are overwritten before they are read
+      for (int unit = 0; of.unit_key(unit) < of.end; unit += kStages)
+#pragma unroll
+        for (int s = 0; s < kStages; ++s) {
+          slot = next_slot(slot);
+          const f32x4 next = multiply(slot);
+          if constexpr (kLag > 0) {
+            attention::schedule_fence();  // the products come first, while the SIMD's other wave waits for LDS
+            weigh(s ^ 1);
+          }
+          score = next;
+          first_of_score = of.unit_key(unit + s);
+          if constexpr (kLag == 0) weigh(s);
+          block_barrier();  // hazard: weights are read before they are written, or keys are overwritten before they are read
+        }
+      if constexpr (kLag > 0) {
+        weigh(kStages - 1);
+        block_barrier();  // hazard: weights are read before they are written
       }
       block_barrier();  // hazard: sums overwrite weights before they are read
     }
@@ -118,21 +137,24 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
       keys[i] = *(const u32x4*)of.at(slot, i / 2, of.lane % 16, i % 2 * 4 + of.lane / 16);
     }
 
-    // Computes a unit's weights, from key `first` on; reads the next unit's keys.
-    DEVICE void add(int buffer, int first, int next) {
-      constexpr Max max{};
+    // Returns a unit's scores, without the scale; reads the next unit's keys.
+    DEVICE f32x4 multiply(int next) {
       f32x4 sums[2] = {};  // two, so no product waits for the previous one
 #pragma unroll
-      for (int i = 0; i < kProducts; ++i) {
-        sums[i % 2] = mma::multiply_add<T>(sums[i % 2], keys[i], query[i]);
+      for (int i = 0; i < kReads; ++i) {
+        sums[i % 2] = mma::multiply_add<Query>(sums[i % 2], keys[i], query[i]);
         attention::schedule_fence();  // reuses the registers
         read(i, next);
       }
-      f32x4 score = sums[0] + sums[1];
+      return sums[0] + sums[1];
+    }
+    // Computes the weights of `score`.
+    DEVICE void weigh(int buffer) {
+      constexpr Max max{};
       float largest = maximum;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        score[i] = first + mma::value_row(of.lane, i) < row_end ? score[i] * scale : -__builtin_inff();
+        score[i] = first_of_score + mma::value_row(of.lane, i) < row_end ? score[i] * scale : -__builtin_inff();
         largest = max(largest, score[i]);
       }
       float factor = 1.0f;
@@ -171,96 +193,123 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
 
   // Accumulates kDims output elements for all columns.
   struct Sums {
-    static constexpr int kKeyLanes = 16;  // per key
+    static constexpr int kKeyLanes = kGroupWaves * wave::kLanes / kKeys;  // per key
+    using Rope = typename Words<64 * int(sizeof(Element)) / kKeyLanes>::Type;
+    using Value = typename Words<kLaneDims * kLdsBytes>::Type;
     static constexpr int kElements = 16 / int(sizeof(Element)), kLoads = kLatent / kElements / kKeyLanes;
     struct Stage {  // a lane's share of a unit's keys
       u32x4 latent[kLoads];
-      u32 rope[int(sizeof(Element))];
+      Rope rope;
       int page;  // of the key loaded here next
     };
 
     const MlaDecodeInLds& of;
     const int of_key = of.lane % kKeyLanes,
-              row = of.group_wave * 4 + of.lane / kKeyLanes;  // the lane's key and its part of the key
+              row = (of.group_wave * wave::kLanes + of.lane) / kKeyLanes;  // the lane's part of a key, and the key
     f32x4 out[kPackedRowTiles][kLaneDims] = {};
-    u32x4 values[4];
+    Value values[4];
+    int values_at[4], keys_at, rope_at;  // offsets in a slot, each one register in the loop
 
-    DEVICE explicit Sums(const MlaDecodeInLds& of) : of(of) {}
+    DEVICE explicit Sums(const MlaDecodeInLds& of) : of(of) {
+      constexpr int kBytes = sizeof(Value), kOfPanel = tile::kDepth / kBytes, kOfVec = 16 / kBytes;
+      const int at = eighth(of.lane % 16), panel = of.group_wave * (16 / kOfPanel) + at / kOfPanel;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        values_at[k] = offset(panel, of.lane / 16 * 4 + k, at % kOfPanel / kOfVec) + at % kOfVec * kBytes;
+        attention::use_below(values_at[k]);
+      }
+      keys_at = offset(of_key / 8, row, of_key % 8);
+      attention::use_below(keys_at);
+      constexpr int kRopeBytes = kLdsBytes * 64 / kKeyLanes;
+      rope_at = offset(kLatentPanels, row, of_key * kRopeBytes / 16) + of_key * kRopeBytes % 16;
+      attention::use_below(rope_at);
+    }
 
     DEVICE int key(int unit) const { return of.clamped(of.unit_key(unit) + row); }
-    DEVICE void load_page(Stage& stage, int unit) const {
-      stage.page = mem::load<int>(of.table + u32(key(unit)) / of.p.page_divisor);
-    }
-    DEVICE void load(Stage& stage, int unit) const {
+    DEVICE const int* page_of(int unit) const { return of.table + u32(key(unit)) / of.p.page_divisor; }
+    // Where a stage's next unit is, and the page of the one after it.
+    struct Source {
+      const Element* keys;
+      const int* page;
+    };
+    DEVICE Source source(const Stage& stage, int unit, int next) const {
       constexpr int kUnit = 1 << CacheType<Cache>::kLog2Group;
       const u32 place = of.template place_of<Cache, kUnit>(of.p.key_cache, stage.page, key(unit));
-      const Element* from = (const Element*)of.p.key_cache.data + u64(place) * kUnit;
+      return {(const Element*)of.p.key_cache.data + u64(place) * kUnit, page_of(next)};
+    }
+    DEVICE void load(Stage& stage, const Source& from) const {
+      const Element* latent = from.keys + of_key * kElements;
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) stage.latent[i] = mem::load<u32x4>(from + (i * kKeyLanes + of_key) * kElements);
-      const Element* rope = from + kLatent + of_key * 4;
-      if constexpr (kFp8) stage.rope[0] = mem::load<u32>(rope);
-      else {
-        const u32x2 words = mem::load<u32x2>(rope);
-        stage.rope[0] = words.x, stage.rope[1] = words.y;
-      }
-      load_page(stage, unit + kStages);
+      for (int i = 0; i < kLoads; ++i) stage.latent[i] = mem::load<u32x4>(latent + i * kKeyLanes * kElements);
+      stage.rope = mem::load<Rope>(from.keys + of_key * (64 / kKeyLanes) + kLatent);
+      stage.page = mem::load<int>(from.page);
       attention::issue_now();
     }
     // Stores part i of the latents, or the rotary part if i is kLoads.
     DEVICE void store_keys(const Stage& stage, int slot, int i) const {
+      u8* const keys = of.buffer.units.keys[slot];
       if (i == kLoads) {
-        u32x2 rope;
-        if constexpr (kFp8) rope = as_operand<T>(u32x2{stage.rope[0], 0}).lo;
-        else rope = {stage.rope[0], stage.rope[1]};
-        *(u32x2*)(of.at(slot, kPanels - 1, row, of_key / 2) + of_key % 2 * 8) = rope;
-      } else if constexpr (kFp8) {
+        if constexpr (kConverts) *(u32x2*)(keys + rope_at) = as_operand<T>(u32x2{stage.rope, 0}).lo;
+        else *(Rope*)(keys + rope_at) = stage.rope;
+      } else if constexpr (kConverts) {
         // Alternate groups of four lanes store the second vector first, since eight lanes share a row of two panels.
         const int vec = (i * kKeyLanes + of_key) * 2;
         const bool crossed = of_key / 4 % 2;
         const u32x4 bytes = stage.latent[i], low = as_operand<T>(bytes.lo), high = as_operand<T>(bytes.hi);
         *(u32x4*)of.at(slot, vec / 8, row, vec % 8 + crossed) = crossed ? high : low;
         *(u32x4*)of.at(slot, vec / 8, row, vec % 8 + !crossed) = crossed ? low : high;
-      } else {
-        const int vec = i * kKeyLanes + of_key;
-        *(u32x4*)of.at(slot, vec / 8, row, vec % 8) = stage.latent[i];
-      }
+      } else *(u32x4*)(keys + keys_at + i * (kKeyLanes / 8 * kPanelBytes)) = stage.latent[i];
     }
-    // Stores a unit's keys to LDS, and loads the unit kStages later.
-    DEVICE void replace(Stage& stage, int slot, int unit) const {
+    DEVICE void store_keys(const Stage& stage, int slot) const {
 #pragma unroll
       for (int i = 0; i <= kLoads; ++i) store_keys(stage, slot, i);
-      load(stage, unit + kStages);
     }
 
     DEVICE void run() {
-      attention::go_first();  // the SIMD's other wave has its keys in registers and fills the gaps
-      Stage stages[kStages];
+      if constexpr (kConverts)
+        attention::go_first();  // the SIMD's other wave has its keys in registers and fills the gaps
+      Stage stages[kSlots];
 #pragma unroll
-      for (int s = 0; s < kStages; ++s) stages[s].page = wave::from_lane(of.early_pages, key(s) - of.unit_key(0));
+      for (int s = 0; s < kSlots; ++s)
+        if (s < kStepUnits) stages[s].page = wave::from_lane(of.early_pages, key(s) - of.unit_key(0));
+        else stages[s].page = mem::load<int>(page_of(s));
 #pragma unroll
-      for (int s = 0; s < kStages; ++s) load(stages[s], s);
+      for (int s = 0; s < kSlots; ++s) load(stages[s], source(stages[s], s, kSlots + s));
 #pragma unroll
-      for (int s = 0; s < kStages; ++s) replace(stages[s], s, s);
-      block_barrier();  // hazard: keys are read before they are written
-      read_values(values, 0);
-      replace(stages[0], 2, 2);
+      for (int s = 0; s < kSlots; ++s) {
+        if (s > 1) block_barrier();  // hazard: keys are read before they are written
+        if (s == 2) read_values(values, 0);
+        store_keys(stages[s], s);
+        if (s < kStages) load(stages[s], source(stages[s], kSlots + s, kSlots + kStages + s));
+      }
       block_barrier();  // hazard: weights are read before they are written
       int slot = 0;
 #pragma unroll 1
       for (int unit = 0; of.unit_key(unit) < of.end; unit += kStages)
 #pragma unroll
         for (int s = 0; s < kStages; ++s) {
-          Stage& stage = stages[(s + 3) % kStages];
           u32x2 weights[kPackedRowTiles];
-          u32x4 next[4];
-          read_weights(weights, s);
+          Value next[4];
+          float factor[kPackedRowTiles];
+          read_weights(weights, factor, s);
+          const int later = unit + s + kSlots + kStages;
+          Source from;
+          if constexpr (!kConverts) from = source(stages[s], later, later + kStages);  // while LDS is read
+          rescale(factor);
           read_values(next, next_slot(slot));
+          u32x2 own = operand(0);
 #pragma unroll
           for (int d = 0; d < kLaneDims; ++d) {  // the rest overlaps the products
-            add(weights, d);
-            if (d <= kLoads) store_keys(stage, slot, d);
-            if (d == kLoads) load(stage, unit + s + 3 + kStages);
+            u32x2 ahead;
+            if constexpr (!kConverts) ahead = operand(d + 1 < kLaneDims ? d + 1 : d);
+#pragma unroll
+            for (int t = 0; t < kPackedRowTiles; ++t)
+              out[t][d] = attention::multiply_16_keys<T>(out[t][d], own, weights[t]);
+            if (d <= kLoads) store_keys(stages[s], slot, d);
+            if (d == kLoads) load(stages[s], kConverts ? source(stages[s], later, later + kStages) : from);
+            if constexpr (!kConverts) attention::take_turns<kPackedRowTiles>();
             attention::schedule_fence();
+            own = kConverts ? operand(d + 1 < kLaneDims ? d + 1 : d) : ahead;
           }
 #pragma unroll
           for (int k = 0; k < 4; ++k) values[k] = next[k];
@@ -269,41 +318,38 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
         }
     }
 
-    // The eight elements in tile row r, chosen so that lanes reading two rows of keys together cover all banks.
-    DEVICE static int panel(int r) { return r / 4 % 2; }
-    DEVICE static int vec(int r) { return r / 8 * 4 + r % 4; }
+    // The eight elements in tile row r, of 16 times eight, chosen so that lanes reading together cover all banks: two
+    // rows of keys of 16 bits.
+    DEVICE static int eighth(int r) { return kFp8Products ? r : r / 4 % 2 * 8 + r / 8 * 4 + r % 4; }
 
-    DEVICE void read_values(u32x4 (&values)[4], int slot) const {
-      const int r = of.lane % 16;
+    DEVICE void read_values(Value (&values)[4], int slot) const {
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        values[k] = *(const u32x4*)of.at(slot, of.group_wave * 2 + panel(r), of.lane / 16 * 4 + k, vec(r));
+      for (int k = 0; k < 4; ++k) values[k] = *(const Value*)(of.buffer.units.keys[slot] + values_at[k]);
       attention::schedule_fence();
     }
-    // Rescales the previous sums by the factors for the new maxima.
-    DEVICE void read_weights(u32x2 (&weights)[kPackedRowTiles], int buffer) {
+    DEVICE void read_weights(u32x2 (&weights)[kPackedRowTiles], float (&factor)[kPackedRowTiles], int buffer) const {
       const auto& units = of.buffer.units;
-      float factor[kPackedRowTiles];
-      bool grows = false;
 #pragma unroll
       for (int t = 0; t < kPackedRowTiles; ++t) {
         factor[t] = units.factor[buffer][t * 16 + of.lane % 16];
         weights[t] = units.weights[buffer][t][of.lane];
-        grows |= factor[t] != 1.0f;
       }
+      attention::schedule_fence();
+    }
+    // Rescales the previous sums by the factors for the new maxima.
+    DEVICE void rescale(const float (&factor)[kPackedRowTiles]) {
+      bool grows = false;
+#pragma unroll
+      for (int t = 0; t < kPackedRowTiles; ++t) grows |= factor[t] != 1.0f;
       if (wave::count(grows) == 0) return;
 #pragma unroll
       for (int t = 0; t < kPackedRowTiles; ++t)
 #pragma unroll
         for (int d = 0; d < kLaneDims; ++d) out[t][d] *= factor[t];
     }
-    DEVICE void add(const u32x2 (&weights)[kPackedRowTiles], int d) {
-      using attention::pair_of;
-      const u32x2 operand = {pair_of(values[0][d / 2], values[1][d / 2], d % 2),
-                             pair_of(values[2][d / 2], values[3][d / 2], d % 2)};
-#pragma unroll
-      for (int t = 0; t < kPackedRowTiles; ++t)
-        out[t][d] = attention::multiply_16_keys<T>(out[t][d], operand, weights[t]);
+    // Element d of the lane's keys.
+    DEVICE u32x2 operand(int d) const {
+      return {pair<T, kFp8Products>(values[0], values[1], d), pair<T, kFp8Products>(values[2], values[3], d)};
     }
 
     DEVICE void finish_packed_rows(mem::Buffer) const {}
@@ -312,8 +358,7 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int r = mma::value_row(of.lane, i);
-        f32x4* packed_row =
-            of.buffer.ends.out[of.lane % 16] + (of.group_wave * kDims + (panel(r) * 8 + vec(r)) * kLaneDims) / 4;
+        f32x4* packed_row = of.buffer.ends.out[of.lane % 16] + (of.group_wave * kDims + eighth(r) * kLaneDims) / 4;
 #pragma unroll
         for (int d = 0; d < kLaneDims; d += 4)
           packed_row[d / 4] = {out[t][d][i], out[t][d + 1][i], out[t][d + 2][i], out[t][d + 3][i]};

@@ -116,6 +116,17 @@ DEVICE void use_below(Vec& value) {
 // No instruction moves across.
 DEVICE void schedule_fence() { __builtin_amdgcn_sched_barrier(0); }
 
+// Issues this many matrix instructions, each followed by two of the vector ALU, which run beside it.
+template <int kProducts>
+DEVICE void take_turns() {
+  constexpr int kMatrix = 0x8, kValu = 0x2;  // of the builtin
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) {
+    __builtin_amdgcn_sched_group_barrier(kMatrix, 1, 0);
+    __builtin_amdgcn_sched_group_barrier(kValu, 2, 0);
+  }
+}
+
 // Gives this wave priority on its SIMD.
 DEVICE void go_first() { __builtin_amdgcn_s_setprio(1); }
 

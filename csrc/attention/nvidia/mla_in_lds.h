@@ -100,8 +100,8 @@ struct MlaDecodeInLds : MlaSplitInLds<T, kPackedRowTiles> {
       const int panel = i / (kPackedRows / 4), first = i % (kPackedRows / 4) * 4, vec = vec_of_copy(first) * 8;
       const auto c = this->packed_row(row_of_copy(first));
       const i64 row = i64(request) * p.query_len + c.row;
-      const u16* latent = p.query + row * p.query_stride + c.head * p.query_head_stride + panel * 64;
-      const u16* rope = mla.query_pe + row * mla.query_pe_stride + c.head * mla.query_pe_head_stride;
+      const u16* latent = (const u16*)p.query + row * p.query_stride + c.head * p.query_head_stride + panel * 64;
+      const u16* rope = (const u16*)mla.query_pe + row * mla.query_pe_stride + c.head * mla.query_pe_head_stride;
       const u16* from = (panel < kPanels - 1 ? latent : rope) + vec;
       lds::start_copy((const u8*)from, 0, 0, true, at(kQuery + panel * kQueryPanelBytes + first * tile::kDepth));
     }

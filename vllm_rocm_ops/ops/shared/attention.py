@@ -190,7 +190,7 @@ def is_heads(x: Tensor, tokens: int | None, count: int | None, size: int) -> boo
     return counts and split.shape[1] > 0 and split.shape[2] == size
 
 
-def can_implement_heads(name: str, x: Tensor) -> tuple[str, bool]:
-    """Return the kernels' rule for 16-bit heads [tokens, heads, size]."""
-    holds = x.stride(-1) == 1 and on_vectors(x, *x.stride()[:-1])
-    return f"{name}'s heads are contiguous and 16-byte aligned", holds
+def can_implement_heads(name: str, x: Tensor, elements: int = VECTOR) -> tuple[str, bool]:
+    """Return the kernels' rule for heads [tokens, heads, size] that are aligned to a number of elements."""
+    holds = x.stride(-1) == 1 and on_vectors(x, *x.stride()[:-1], elements=elements)
+    return f"{name}'s heads are contiguous and {elements * x.element_size()}-byte aligned", holds

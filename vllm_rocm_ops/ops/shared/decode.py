@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_rocm_ops.core.arch import Arch
 from vllm_rocm_ops.core.launch import Counters, Workspace
 from vllm_rocm_ops.core.quantization import LIMIT
-from vllm_rocm_ops.core.tensors import apart_contract, describe
+from vllm_rocm_ops.core.tensors import apart_contract, describe, is_wide_float
 from vllm_rocm_ops.ops.shared import attention
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS, CacheLayout
 from vllm_rocm_ops.ops.shared.gemm import divisor
@@ -39,7 +39,14 @@ class DecodeConfig:
 
 def exact(x: Tensor) -> torch.dtype:
     """Return the dtype that references compute in."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float32 if attention.is_quantized(x) else torch.promote_types(x.dtype, torch.float32)
+
+
+def result_dtype(query: Tensor, out: Tensor | None) -> torch.dtype:
+    """Return the dtype of results, before any quantization: query's; for e4m3 the dtype of a 16-bit `out`, else bfloat16."""
+    if not attention.is_quantized(query):
+        return query.dtype
+    return out.dtype if out is not None and out.dtype in ELEMENTS else torch.bfloat16
 
 
 # References
@@ -81,13 +88,17 @@ def reference(
     seq_lens: Tensor,
     query_len: int,
     scale: float,
-    scales: tuple[Tensor | None, Tensor | None],
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None],
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result [rows, heads, value size] in query's dtype, and the log-sum-exp [rows, heads]."""
-    wide, (k_scale, v_scale) = exact(query), scales
+    """Return the result [rows, heads, value size] in query's dtype, and the log-sum-exp [rows, heads].
+
+    Scales are of keys, values and the query.
+    """
+    wide, (k_scale, v_scale, q_scale) = exact(query), scales
     factor = scale if k_scale is None else scale * k_scale.to(wide)
+    factor = factor if q_scale is None else factor * q_scale.to(wide)
     requests = query.to(wide).mul(factor).unflatten(0, (-1, query_len)) if len(seq_lens) else ()
     out = query.new_zeros((*query.shape[:2], layout.value_size))
     lse = query.new_empty(query.shape[:2], dtype=wide)
@@ -113,7 +124,7 @@ def returned(out: Tensor | None, return_lse: bool, result: Tensor, lse: Tensor) 
 
 def allocate(a, query: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Return the same tensors as `returned`, unwritten."""
-    out = query.new_empty(query.shape) if a.out is None else a.out.new_empty(0)
+    out = query.new_empty(query.shape, dtype=result_dtype(query, a.out)) if a.out is None else a.out.new_empty(0)
     shape = (query.shape[0], heads) if a.return_lse else (0, 0)
     return out, query.new_empty(shape, dtype=exact(query))
 
@@ -134,12 +145,30 @@ def requests_contract(a, name: str, query: Tensor) -> Iterator[tuple[str, str, s
     yield name, f"of requests * query_len = {requests * a.query_len} rows", str(rows), rows == requests * a.query_len
 
 
+def query_contract(name: str, query: Tensor, cache: Tensor, q_scale: Tensor | None) -> Iterator[tuple]:
+    """Yield the contract of a query's dtype and scale: e4m3 with a scale, and a cache of it, or wider floating point."""
+    if attention.is_quantized(query):
+        yield name, f"of the cache's dtype {cache.dtype}, if e4m3", describe(query), query.dtype == cache.dtype
+        yield "q_scale", f"a tensor with {name} in e4m3", "None", q_scale is not None
+    else:
+        yield name, "floating point of 16 bits or more, or e4m3", describe(query), is_wide_float(query)
+    yield from attention.scale_contract("q_scale", q_scale)
+
+
+def can_implement_query(name: str, query: Tensor, q_scale: Tensor | None, arch: Arch) -> Iterator[tuple[str, bool]]:
+    """Yield the kernels' rules for a query's dtype and scale."""
+    kinds = *ELEMENTS, arch.fp8_dtype
+    yield f"{name} is bfloat16, float16 or {arch.fp8_dtype}, the FP8 dtype of {arch.name}", query.dtype in kinds
+    yield "q_scale is None without e4m3", q_scale is None or attention.is_quantized(query)
+
+
 def out_contract(a, query: Tensor, quantizes: bool = False) -> Iterator[tuple[str, str, str, bool]]:
     """Yield the contract of `out`, an e4m3 tensor if the op quantizes."""
     if quantizes:
         yield "out", "a tensor with an out_scale or out_scales", "None", a.out is not None
     if a.out is not None:
-        dtype, holds = ("e4m3", a.out.dtype in LIMIT) if quantizes else (query.dtype, a.out.dtype == query.dtype)
+        of_result = result_dtype(query, a.out)
+        dtype, holds = ("e4m3", a.out.dtype in LIMIT) if quantizes else (of_result, a.out.dtype == of_result)
         yield "out", f"{dtype} {list(query.shape)}", describe(a.out), holds and a.out.shape == query.shape
         yield apart_contract("out", a.out)
 
@@ -245,6 +274,7 @@ def problem_arguments(
         "seq_lens": a.seq_lens,
         "partials": Workspace(4 * blocks * slots * packed_rows * (layout.value_size + 2)) if shared else None,
         "counters": Counters(blocks * groups) if shared and counts else None,
+        "query_scale": a.q_scale,
         "query_stride": query.stride(0),
         "query_head_stride": query.stride(1),
         "out_stride": of_out[0],
