@@ -13,7 +13,7 @@ from fakes import Counting, Fake, set_config
 from marks import full
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm._aiter_ops import rocm_aiter_ops
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.v1.attention.backends import registry
 
 import vllm_rocm_ops
@@ -23,6 +23,7 @@ from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.vllm import seam
 from vllm_rocm_ops.vllm.attention import backends as attention_backends
 from vllm_rocm_ops.vllm.attention import decoder as attention
+from vllm_rocm_ops.vllm.attention import timing as attention_timing
 from vllm_rocm_ops.vllm.meta import simulated
 
 LAYERS = {"llama": checkpoints.LLAMA["num_hidden_layers"], "deepseek": checkpoints.DEEPSEEK["num_hidden_layers"]}
@@ -164,6 +165,8 @@ class Batch:
     fp8: bool = False
     layout: str = "contiguous"
     output_dtype: torch.dtype = torch.bfloat16
+    fp8_query: bool = False
+    q_scales: tuple[int, ...] = ()  # their shape
 
     def __post_init__(self):
         generator = torch.Generator().manual_seed(sum(self.lens))
@@ -177,6 +180,9 @@ class Batch:
         self.keys, self.values = self.keys.to(dtype), self.values.to(dtype)
         self.scales = (0.4, 2.3) if self.fp8 else (1.0, 1.0)
         self.output = torch.full_like(self.query, SENTINEL, dtype=self.output_dtype)
+        self.q_scale = 0.6 if self.fp8_query else 1.0
+        if self.fp8_query:
+            self.query = self.query.to(dtype)
 
     def expected(self, window: int = 99, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Return the output, in float64."""
@@ -188,7 +194,7 @@ class Batch:
                 end = max(length - count + t + 1, 0)
                 seen = slice(max(end - window, 0), end)
                 scores = torch.einsum("hd,nhd->hn", self.query[begin + t].double(), keys[seen])
-                scores = scores * SCALE * self.scales[0]
+                scores = scores * SCALE * self.scales[0] * self.q_scale
                 if sinks is not None:
                     scores = torch.cat((scores, sinks.double()[:, None]), 1)
                 weights = scores.softmax(-1)[:, : end - seen.start]
@@ -271,7 +277,7 @@ def layer(configuration, monkeypatch):
         common = dict.fromkeys(("alibi_slopes", "sliding_window")) | {"kv_cache_dtype": "fp8" if batch.fp8 else "auto"}
         impl = backend.get_impl_cls()(HEADS, SIZE, SCALE, KV_HEADS, **common | options)
         k_scale, v_scale = map(torch.tensor, batch.scales)
-        module = Fake(_k_scale=k_scale, _v_scale=v_scale)
+        module = Fake(_k_scale=k_scale, _v_scale=v_scale, _q_scale=torch.full(batch.q_scales, batch.q_scale))
         if cache is None:
             cache = batch.baseline() if member == "ROCM_ATTN" else batch.packed()
         arguments = module, batch.query, None, None, cache, batch.metadata(member, **dict(given)), batch.output
@@ -298,6 +304,19 @@ def test_caches_are_read_as_they_lie(layer, member, layout, fp8):
     batch = Batch([33, 1, 50], [1, 1, 1], layout=layout, fp8=fp8)
     assert layer(member, batch) == "plugin"
     assert_right(batch)
+
+
+@pytest.mark.parametrize("member", GPU_BACKENDS)
+@pytest.mark.parametrize("output_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_queries_that_vllm_quantizes_are_served(layer, member, output_dtype):
+    """vLLM gives them in the cache's dtype to Triton's and AITER's unified attention, with one scale or one per head."""
+    batch = Batch([33, 1, 50], [1, 1, 1], fp8=True, fp8_query=True, output_dtype=output_dtype)
+    scale = None if output_dtype == torch.bfloat16 else torch.tensor(0.02)
+    assert layer(member, batch, output_scale=scale) == "plugin"
+    got, wanted = batch.output.double() * (1.0 if scale is None else 0.02), batch.expected()
+    assert ((got - wanted).abs() <= (0.02 if scale is None else wanted.abs() / 16 + 0.02)).all()
+    assert layer(member, Batch([33], [1], fp8=True, fp8_query=True, q_scales=(KV_HEADS,))) == "stock"
+    assert layer(member, Batch([33], [1], fp8=True, fp8_query=True, output_dtype=torch.float32)) == "stock"
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "a page has both"])
@@ -440,20 +459,40 @@ def test_switches_leave_decode_attention_to_vllm(layer, monkeypatch):
     assert layer("ROCM_ATTN", Batch([20], [1])) == "stock"
 
 
-@pytest.mark.parametrize(("forced", "asks"), [("1", False), ("0", True)])
-def test_queries_stay_of_16_bits_where_ours_is_forced(configuration, monkeypatch, forced, asks):
-    """vLLM quantizes queries for an FP8 cache if the implementation supports that, as Triton's does on a GPU."""
-    monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", forced)
-    impl = attention_backends.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls()
-    baseline = impl.__mro__[2]
+def test_queries_are_timed_as_vllm_gives_them(configuration, monkeypatch):
+    """For an FP8 cache, Triton's implementation gets them in e4m3."""
+    monkeypatch.setattr(get_current_vllm_config(), "model_config", Fake(dtype=torch.bfloat16, max_model_len=64))
+    kind, given = attention_backends.made(attention.BACKENDS["TRITON_ATTN"]).get_impl_cls(), []
+    baseline = kind.__mro__[2]
     construct = baseline.__init__
 
     def __init__(self, *arguments, **keywords):
         construct(self, *arguments, **keywords)
-        self.supports_quant_query_input = True
+        self.supports_quant_query_input = True  # as on a GPU
 
     monkeypatch.setattr(baseline, "__init__", __init__)
-    assert impl(HEADS, SIZE, SCALE, KV_HEADS, None, None, "fp8").supports_quant_query_input is asks
+    monkeypatch.setattr(baseline, "forward", lambda self, *arguments: given.append(arguments))
+    decoder = kind(HEADS, SIZE, SCALE, KV_HEADS, None, None, "fp8").rocm_ops
+    assert attention_timing.is_measured(decoder) and decoder.describe().endswith("fp8 e4m3 queries")
+
+    class Builder:
+        def build(self, prefix, common):
+            return Fake(**vars(common), block_table=common.block_table_tensor)
+
+    batch = Batch([20, 20], [1, 1], fp8=True)
+    module = Fake(kv_cache=batch.packed(), _k_scale=torch.tensor(0.4), _v_scale=torch.tensor(2.3))
+    module._q_scale = torch.tensor(0.03)
+    layer = torch.ones(1), torch.bfloat16, attention_timing.Layer(decoder, module, Builder())
+    context = attention_timing.Context(decoder, PAGE, 1, 20)
+    x = batch.query.flatten(1)
+    arguments = context.arguments(layer, x, 0)
+    assert arguments[0].dtype == torch.float8_e4m3fn
+    assert (arguments[0].float() * 0.03 - batch.query.float()).abs().max() < 0.2
+    output = context.comparable(context.plugin(*arguments))
+    exact = context.exact(arguments, x, torch.arange(2), torch.arange(HEADS * SIZE))
+    assert output.dtype == torch.bfloat16 and (output.float() - exact).abs().max() < 0.02
+    (found,) = context.baseline(*arguments)[:1]
+    assert found.dtype == torch.bfloat16 and given[0][1] is arguments[0]
 
 
 def test_an_op_without_outputs_says_that_it_ran(configuration):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fakes import Fake, set_config
+from vllm.config import get_current_vllm_config
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.vllm import seam
@@ -28,7 +29,9 @@ class Baseline:
 class Call:
     """Requests of these lengths, each with `query_len` rows."""
 
-    def __init__(self, lens: list[int], query_len: int = 1, fp8: bool = False, prefills: int = 0):
+    def __init__(
+        self, lens: list[int], query_len: int = 1, fp8: bool = False, prefills: int = 0, fp8_query: bool = False
+    ):
         generator = torch.Generator().manual_seed(sum(lens))
         self.lens, self.query_len, self.scale = lens, query_len, 2.3 if fp8 else 1.0
         self.table = torch.randperm(40, generator=generator)[: 4 * len(lens)].view(-1, 4).int()
@@ -41,10 +44,13 @@ class Call:
                 page.view(torch.uint8)[token % PAGE] = self.tokens[request, token].view(torch.uint8)
         shape = (len(lens) * query_len, HEADS, 2 * (LATENT + ROPE))
         self.q = torch.randn(shape, generator=generator).bfloat16()[..., : LATENT + ROPE]
+        self.q_scale = 0.6 if fp8_query else 1.0
+        if fp8_query:
+            self.q = self.q.to(dtype)
         decode = Fake(block_table=self.table, seq_lens=torch.tensor(lens, dtype=torch.int32))
         self.metadata = Fake(decode=decode, causal=True, num_prefills=prefills)
         self.metadata.max_query_len = 90 if prefills else query_len
-        self.layer = Fake(_k_scale=torch.tensor(self.scale))
+        self.layer = Fake(_k_scale=torch.tensor(self.scale), _q_scale=torch.tensor(self.q_scale))
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and the logarithms of sums, in float64."""
@@ -52,7 +58,7 @@ class Call:
         for row, q in enumerate(self.q.double()):
             request, t = divmod(row, self.query_len)
             keys = self.tokens[request, : max(self.lens[request] - self.query_len + t + 1, 0)].double()
-            scores = q @ keys.t() * SCALE * self.scale
+            scores = q @ keys.t() * SCALE * self.scale * self.q_scale
             out[row], lse[row] = scores.softmax(-1) @ keys[:, :LATENT] * self.scale, scores.logsumexp(-1)
         return out, lse
 
@@ -61,6 +67,7 @@ class Call:
 def serve(configuration, monkeypatch):
     """Return a function that makes and calls an implementation, and returns None if vLLM's served."""
     monkeypatch.setenv("VLLM_ROCM_OPS_ATTENTION", "1")
+    monkeypatch.setattr(get_current_vllm_config(), "model_config", Fake(dtype=torch.bfloat16))
 
     def call(one: Call, member: str = "TRITON_MLA", q=None, cache=None, **given):
         kind = type("Impl", (mla_attention.MlaImpl, Baseline), {"rocm_ops_backend": mla_attention.BACKENDS[member]})
@@ -75,15 +82,15 @@ def serve(configuration, monkeypatch):
 
 
 @pytest.mark.parametrize("member", ["TRITON_MLA", "ROCM_AITER_MLA"])
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("fp8", ["", "cache", "cache and queries"])
 @pytest.mark.parametrize(("lens", "query_len"), [((33, 1, 50), 1), ((20, 3, 49), 3)])
 def test_decode_rows_are_served(serve, member, fp8, lens, query_len):
     """Queries have two parts, in separate tensors or in one."""
-    one = Call(list(lens), query_len, fp8)
+    one = Call(list(lens), query_len, bool(fp8), fp8_query="queries" in fp8)
     for q in (None, one.q.contiguous()):
         out, lse = serve(one, member, q)
         assert (out.double() - one.expected()[0]).abs().max() < 0.03 * one.scale
-        assert lse is None and out.dtype == one.q.dtype
+        assert lse is None and out.dtype == torch.bfloat16
 
 
 def test_rows_that_pad_a_graph_have_no_keys(serve):
@@ -123,6 +130,12 @@ def test_calls_with_what_our_op_lacks_stay_baseline(serve, monkeypatch):
     assert serve(one, kv_cache_dtype="fp8_ds_mla") is None
     assert serve(one, pcp_world_size=2) is None
     assert serve(one, q=one.q.to(torch.float8_e4m3fn)) is None
+    per_head = Call([33, 20], fp8=True, fp8_query=True)
+    assert serve(per_head)
+    for name in ("_q_scale", "_k_scale"):
+        with monkeypatch.context() as changed:
+            changed.setattr(per_head.layer, name, torch.ones(HEADS))
+            assert serve(per_head) is None
     one.metadata.causal = False
     assert serve(one) is None
     one.metadata.causal = True

@@ -103,9 +103,8 @@ def test_caches_in_another_order_are_left_alone(configuration, monkeypatch):
         {"unsupported_reason": "ALiBi is not supported"},
         {"is_batch_invariant": True},
         {"impl": Fake(dcp_world_size=2)},
-        {"impl": Fake(supports_quant_query_input=True), "is_fp8": True},
     ],
-    ids=["forced", "lacking", "invariant", "gathered heads", "queries of 8 bits"],
+    ids=["forced", "lacking", "invariant", "gathered heads"],
 )
 def test_unsupported_attention_is_not_measured(changed):
     assert attention_timing.is_measured(fake_decoder())

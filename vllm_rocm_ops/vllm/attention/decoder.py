@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import envs
 from vllm_rocm_ops.core.op import Op
-from vllm_rocm_ops.core.quantization import LIMIT
+from vllm_rocm_ops.core.quantization import LIMIT, static
 from vllm_rocm_ops.ops.paged_attention_decode import SIZES
 from vllm_rocm_ops.ops.shared.attention import ELEMENTS, CacheLayout
 from vllm_rocm_ops.ops.shared.decode import MAX_ROWS
@@ -55,6 +55,8 @@ class Decoder:
     """The reason for which vLLM's own code runs requests with drafts. It is empty if there are none, or the op may serve them."""
     baseline_alone: bool | None = None
     """The answer of `baseline_always_serves`, once final."""
+    cache_scales = ("_k_scale", "_v_scale")
+    """A layer's attributes with the scales of an FP8 cache."""
     quantized_contexts: tuple[type[attention_timing.Context], ...] = ()
     """Further comparisons of calls with a quantized result."""
 
@@ -67,18 +69,39 @@ class Decoder:
         self.fp8_dtype = current_platform.fp8_dtype()
         self.is_forced, self.is_batch_invariant = is_forced(), bool(vllm_envs.VLLM_BATCH_INVARIANT)
         self.is_fp8 = impl.kv_cache_dtype in E4M3
+        # vLLM quantizes queries to e4m3 for an FP8 cache if the implementation supports it, as Triton's and AITER's MLA do.
+        self.has_fp8_queries = self.is_fp8 and bool(getattr(impl, "supports_quant_query_input", False))
         self.unsupported_reason = next(
             (f"{what} is not supported" for what, has in self.unsupported_features() if has), ""
         )
         self.choices: dict[int, tuple[kernel_selection.Choice, ...]] = {}  # by query length, one per context length
         self.quantized = ""  # output quantization in vLLM's graph: none, "static", or "groups"
-        if self.is_forced and not self.unsupported_reason and getattr(impl, "supports_quant_query_input", False):
-            impl.supports_quant_query_input = False  # the op supports 16-bit queries only
 
     def unsupported_features(self) -> Iterator[tuple[str, bool]]:
         """Yield each unsupported feature, and whether this layer has it."""
         dtypes = PLAIN + E4M3 if self.backend.on_gpu else PLAIN
         yield f"kv_cache_dtype={self.impl.kv_cache_dtype}", self.impl.kv_cache_dtype not in dtypes
+
+    def takes(self, query: Tensor, layer) -> bool:
+        """True if the op supports a query's dtype, of 16 bits or e4m3, and has one scale of each kind, not one per head."""
+        if not self.is_fp8:
+            return query.dtype in ELEMENTS
+        is_fp8 = query.dtype == self.fp8_dtype
+        scales = (*self.cache_scales, "_q_scale") if is_fp8 else self.cache_scales
+        return (is_fp8 or query.dtype in ELEMENTS) and all(getattr(layer, name).numel() == 1 for name in scales)
+
+    def q_scale(self, query: Tensor, layer) -> Tensor | None:
+        """Return the scale of an e4m3 query."""
+        return layer._q_scale if query.dtype == self.fp8_dtype else None
+
+    def queries(self, rows: Tensor, layer) -> Tensor:
+        """Return random rows as queries, for timing: in e4m3 where vLLM quantizes them."""
+        return static(rows.float(), layer._q_scale, self.fp8_dtype) if self.has_fp8_queries else rows
+
+    def unquantized_output(self, query: Tensor) -> Tensor:
+        """Return an unwritten 16-bit output for a query."""
+        dtype = query.dtype if query.dtype in ELEMENTS else self.config.model_config.dtype
+        return query.new_empty(query.shape, dtype=dtype)
 
     def supports_rows(self, query_len: int) -> bool:
         """True if a query length is supported.
@@ -157,15 +180,17 @@ class HeadsDecoder(Decoder):
     def serve(self, layer, query: Tensor, kv_cache: Tensor, metadata, output: Tensor, *scales: Tensor | None) -> bool:
         """Write the output of a batch and return True, or return False if vLLM serves it.
 
-        query is [tokens, heads, size] in bf16 or fp16. With a static scale, or scales per group of 128 to write, output
-        is e4m3.
+        query is [tokens, heads, size] in bf16, fp16 or e4m3. With a static scale, or scales per group of 128 to write,
+        output is e4m3.
         """
         # Most calls left to vLLM fail here: this is host time of every step.
         batch = self.backend.batch(metadata)
         if self.unsupported_reason or batch == NO_BATCH or not self.plugin_serves(batch):
             return False
-        fits = output.dtype == query.dtype if scales == (None, None) else output.dtype in LIMIT
-        if query.dtype not in ELEMENTS or not fits or not is_causal(metadata):
+        if not self.takes(query, layer) or not is_causal(metadata):
+            return False
+        wanted = (query.dtype,) if query.dtype in ELEMENTS else ELEMENTS
+        if output.dtype not in (wanted if scales == (None, None) else LIMIT):
             return False
         return self.run(batch, layer, query, kv_cache, metadata, output, *scales)
 
@@ -178,7 +203,8 @@ class HeadsDecoder(Decoder):
         query, rest = query[:rows], (self.impl.scale, query_len, *self.scales(layer), self.impl.sinks, self.window)
         out = output[:rows].view(query.shape)
         groups = None if groups is None else groups[:rows]
-        return run(self.op, query, *caches, *places, *rest, 0, False, out, scale, groups) is not None
+        out = out, scale, groups, self.q_scale(query, layer)
+        return run(self.op, query, *caches, *places, *rest, 0, False, *out) is not None
 
     def caches(self, layer, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the key and the value cache in the dtype of their elements."""
@@ -195,7 +221,10 @@ class HeadsDecoder(Decoder):
     def describe(self) -> str:
         impl = self.impl
         more = f" window {self.window}" * bool(self.window) + " sinks" * (impl.sinks is not None)
-        return f"{self.heads()} {impl.kv_cache_dtype}{more}"
+        return f"{self.heads()} {impl.kv_cache_dtype}{self.of_queries()}{more}"
+
+    def of_queries(self) -> str:
+        return " e4m3 queries" * self.has_fp8_queries
 
     def heads(self) -> str:
         return f"{self.impl.num_heads}:{self.impl.num_kv_heads}x{self.impl.head_size}"
@@ -212,11 +241,11 @@ class HeadsDecoder(Decoder):
         return CacheLayout(*caches).page_size
 
     def plugin(self, batch: Batch, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...] | None:
-        outputs = attention_timing.outputs(self.quantized, query)
+        outputs = attention_timing.outputs(self.quantized, self.unquantized_output(query))
         return outputs if self.run(batch, layer, query, layer.kv_cache, metadata, *outputs) else None
 
     def baseline(self, layer, query: Tensor, metadata) -> tuple[Tensor | None, ...]:
-        outputs = attention_timing.outputs(self.quantized, query)
+        outputs = attention_timing.outputs(self.quantized, self.unquantized_output(query))
         self.impl.baseline(*outputs[1:])(layer, query, None, None, layer.kv_cache, metadata, *outputs)
         return outputs
 
@@ -226,9 +255,10 @@ class HeadsDecoder(Decoder):
         pages, table = attention_timing.pages_of(metadata.block_table, requests, keys, layout.page_size)
         slots = torch.arange(layout.page_size, device=query.device)
         caches = layout.keys(pages[:, None], slots).float(), layout.values(pages[:, None], slots).float()
-        rows = query.unflatten(0, (-1, query_len))[requests].flatten(0, 1).float()
+        rows = query.float().unflatten(0, (-1, query_len))[requests].flatten(0, 1)
         rest = self.impl.scale, query_len, *self.scales(layer), self.impl.sinks, self.window
-        return self.op.reference(rows, *caches, table, metadata.seq_lens[requests], *rest)[0]
+        given = rows, *caches, table, metadata.seq_lens[requests], *rest
+        return self.op.reference(*given, q_scale=self.q_scale(query, layer))[0]
 
 
 def is_causal(metadata) -> bool:

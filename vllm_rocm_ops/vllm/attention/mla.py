@@ -15,7 +15,6 @@ from torch import Tensor
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.ops.mla_decode import LATENT, ROPE
-from vllm_rocm_ops.ops.shared.attention import ELEMENTS
 from vllm_rocm_ops.ops.shared.decode import MAX_ROWS
 from vllm_rocm_ops.vllm.attention import decoder as attention
 from vllm_rocm_ops.vllm.attention import mla_absorb
@@ -31,6 +30,7 @@ class MlaDecoder(Decoder):
     """Serve layers that cache a latent and a rotated part per token."""
 
     op = ops.mla_decode
+    cache_scales = ("_k_scale",)
     adopters = (mla_absorb.adopt,)
     """Functions that adopt the ops of a layer. Later ones find what earlier ones adopted."""
 
@@ -69,15 +69,16 @@ class MlaDecoder(Decoder):
             return None
         q = q if isinstance(q, tuple) else q.split([LATENT, ROPE], -1)
         batch = batch_of_rows(len(q[0]), metadata)
-        if q[0].dtype not in ELEMENTS or batch == NO_BATCH or not self.plugin_serves(batch):
+        if not self.takes(q[0], layer) or batch == NO_BATCH or not self.plugin_serves(batch):
             return None
         return self.run(batch, q, kv_cache, metadata, layer)
 
     def run(self, batch: Batch, q: tuple[Tensor, Tensor], kv_cache: Tensor, metadata, layer):
         places, is_split = (metadata.decode.block_table, metadata.decode.seq_lens), self.impl.dcp_world_size > 1
         rest = self.impl.scale, batch[1], self.scale(layer), FIXED_SPLIT_SIZE * self.is_batch_invariant, is_split
-        outputs = attention.run(self.op, *q, self.cache(kv_cache), *places, *rest)
-        return outputs and (outputs[0], outputs[1] if is_split else None)
+        out = self.unquantized_output(q[0])
+        outputs = attention.run(self.op, *q, self.cache(kv_cache), *places, *rest, out, self.q_scale(q[0], layer))
+        return outputs and (out, outputs[1] if is_split else None)
 
     def cache(self, kv_cache: Tensor) -> Tensor:
         return kv_cache.view(self.fp8_dtype) if self.is_fp8 else kv_cache
@@ -88,7 +89,7 @@ class MlaDecoder(Decoder):
     # For timing
 
     def describe(self) -> str:
-        return f"{self.heads()} {self.impl.kv_cache_dtype}"
+        return f"{self.heads()} {self.impl.kv_cache_dtype}{self.of_queries()}"
 
     def heads(self) -> str:
         return f"{self.impl.num_heads}x{LATENT}+{ROPE}"
@@ -113,9 +114,9 @@ class MlaDecoder(Decoder):
         pages, table = attention_timing.pages_of(decode.block_table, requests, keys, self.page_size(layer))
         cache = self.cache(layer.kv_cache)
         held = cache.view(torch.uint8)[pages].view(cache.dtype) if self.is_fp8 else cache[pages]
-        rows = query.unflatten(0, (-1, query_len))[requests].flatten(0, 1).float().split([LATENT, ROPE], -1)
-        rest = self.impl.scale, query_len, self.scale(layer)
-        return self.op.reference(*rows, held.float(), table, decode.seq_lens[requests], *rest)[0]
+        rows = query.float().unflatten(0, (-1, query_len))[requests].flatten(0, 1).split([LATENT, ROPE], -1)
+        given = *rows, held.float(), table, decode.seq_lens[requests], self.impl.scale, query_len, self.scale(layer)
+        return self.op.reference(*given, q_scale=self.q_scale(query, layer))[0]
 
 
 def batch_of_rows(rows: int, metadata) -> Batch:

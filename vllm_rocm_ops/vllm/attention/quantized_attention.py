@@ -131,8 +131,8 @@ class AgainstTwoLaunches(timing.Context):
     beside = SEPARATE
 
     def baseline(self, query: Tensor, layer: timing.Layer, metadata) -> tuple[Tensor | None, ...]:
-        output, *scales = timing.outputs(layer.decoder.quantized, query)
-        plain, batch = torch.empty_like(query), (len(query) // self.query_len, self.query_len)
+        plain, batch = layer.decoder.unquantized_output(query), (len(query) // self.query_len, self.query_len)
+        output, *scales = timing.outputs(layer.decoder.quantized, plain)
         layer.decoder.run(batch, layer.module, query, layer.cache, metadata, plain)
         mla_v_up.quantize(plain.flatten(1), output.flatten(1), *scales)
         return output, *scales

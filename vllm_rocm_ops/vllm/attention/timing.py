@@ -46,14 +46,12 @@ class NotingBuilder:
 def is_measured(decoder) -> bool:
     """True if a layer's decode attention is to be timed.
 
-    Not for FP8 queries, which vLLM gives some of its implementations and the op does not support. Not for batch
-    invariance, because a kernel selected by batch size breaks it. Not for decode context parallelism, which gathers the
-    heads.
+    Not for batch invariance, because a kernel selected by batch size breaks it. Not for decode context parallelism,
+    which gathers the heads.
     """
     if decoder.is_batch_invariant or getattr(decoder.impl, "dcp_world_size", 1) > 1:
         return False
-    in_fp8 = decoder.is_fp8 and getattr(decoder.impl, "supports_quant_query_input", False)
-    may_serve = not decoder.unsupported_reason and not in_fp8 and decoder.config.model_config.dtype in ELEMENTS
+    may_serve = not decoder.unsupported_reason and decoder.config.model_config.dtype in ELEMENTS
     return may_serve and not decoder.is_forced and envs.VLLM_ROCM_OPS_MEASURE != "0"
 
 
@@ -111,16 +109,16 @@ def measured_scale(device: torch.device) -> Tensor:
     return torch.full((1,), 0.01, device=device)
 
 
-def outputs(quantized: str, query: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Allocate an output, and return it with its static scale and its scales per group."""
+def outputs(quantized: str, plain: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return an output, its static scale and its scales per group, all unwritten; without quantization `plain`."""
     if not quantized:
-        return torch.empty_like(query), None, None
+        return plain, None, None
     from vllm.platforms import current_platform
 
-    output = torch.empty_like(query, dtype=current_platform.fp8_dtype())
+    output = torch.empty_like(plain, dtype=current_platform.fp8_dtype())
     if quantized == "static":
-        return output, measured_scale(query.device), None
-    return output, None, query.new_empty(len(query), query[0].numel() // GROUP, dtype=torch.float32)
+        return output, measured_scale(plain.device), None
+    return output, None, plain.new_empty(len(plain), plain[0].numel() // GROUP, dtype=torch.float32)
 
 
 def dequantized(output: Tensor, scale: Tensor | None = None, groups: Tensor | None = None) -> Tensor:
@@ -188,7 +186,8 @@ class Context(LayerComparison):
         metadata = attention_layer.builder.build(
             0, common_metadata(attention_layer, requests, self.query_len, self.keys)
         )
-        query = x.view(requests * self.query_len, attention_layer.decoder.impl.num_heads, -1)
+        rows = x.view(requests * self.query_len, attention_layer.decoder.impl.num_heads, -1)
+        query = attention_layer.decoder.queries(rows, attention_layer.module)
         return query, attention_layer, metadata
 
     def plugin(self, query: Tensor, layer: Layer, metadata) -> tuple[Tensor | None, ...] | None:
