@@ -90,6 +90,14 @@ def test_norms_over_ranks_are_found_for_their_group(found, monkeypatch):  # noqa
     assert [*rope_and_cache.reduced(None, torch.nn.ModuleList([layer]), made.group, None)] == []
 
 
+def test_another_form_of_vllms_op_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(rope_pre_attention, "OPERANDS", [*rope_pre_attention.OPERANDS, "bias"])
+    rope_pre_attention.has_reduced_op.cache_clear()
+    assert not rope_pre_attention.has_reduced_op() and not rope_pre_attention.has_reduced_op()
+    rope_pre_attention.has_reduced_op.cache_clear()
+    assert caplog.text.count("head norms over ranks stay vLLM's") == 1
+
+
 @pytest.mark.usefixtures("dynamo")
 def test_one_op_is_in_the_place_of_vllms():
     """It reads the projection's result, and attention reads what it returns."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from vllm_rocm_ops.vllm.graph.compiled_ops import LayerPart
 from vllm_rocm_ops.vllm.linear import base as linear_base
 from vllm_rocm_ops.vllm.selection import kernel_selection
 from vllm_rocm_ops.vllm.selection.key import Baseline
+
+logger = logging.getLogger("vllm.vllm_rocm_ops")
 
 OWN_KERNEL = "use_fused_qk_norm_rope_gate"
 """The attribute by which vLLM's Qwen3NextAttention calls its own kernel, on CUDA."""
@@ -297,9 +300,12 @@ def are_joint(norms: tuple) -> bool:
 
 @functools.cache
 def has_reduced_op() -> bool:
-    """True if vLLM has the op of norms over ranks, with the expected arguments."""
+    """True if vLLM has the op of norms over ranks, with the expected arguments. Says once if it has others."""
     op = getattr(torch.ops.vllm, REDUCED, None)
-    return op is not None and [argument.name for argument in op.default._schema.arguments] == OPERANDS
+    found = OPERANDS if op is None else [argument.name for argument in op.default._schema.arguments]
+    if found != OPERANDS:
+        logger.warning("vllm-rocm-ops: head norms over ranks stay vLLM's, whose %s now takes %s", REDUCED, found)
+    return op is not None and found == OPERANDS
 
 
 def are_over_all(norms: tuple, size: int) -> bool:
