@@ -16,7 +16,7 @@ from test_large_tensors import reserved
 
 from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs, launch, op, quantization
-from vllm_rocm_ops.core.correctness import check_case, generator_of
+from vllm_rocm_ops.core.correctness import QUERIES, check_case, generator_of
 from vllm_rocm_ops.core.op import Case
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.emulator.objects import CodeObject
@@ -40,9 +40,7 @@ def test_parts_of_a_constant_size_give_a_request_the_same_bits_in_any_batch(the_
         for r in range(3):
             at = slice(r, r + 1)
             of_request = {name: getattr(given, name)[at] for name in ("block_table", "seq_lens")}
-            of_request |= {
-                name: getattr(given, name)[at] for name in given._fields if name.startswith("q") and name != "query_len"
-            }
+            of_request |= {name: getattr(given, name)[at] for name in given._fields if name in QUERIES}
             for more in (0, 3) if r == 0 else (0,):
                 table = torch.nn.functional.pad(given.block_table[at], (0, more), value=2**30)
                 out, lse = the_op(*given._replace(**of_request | {"block_table": table}))
