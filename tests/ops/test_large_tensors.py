@@ -19,12 +19,12 @@ from vllm_rocm_ops import ops
 from vllm_rocm_ops.core import archs, launch, op, quantization
 from vllm_rocm_ops.core.correctness import (
     FLOOR,
+    all_in_float64,
     as_tuple,
     check,
     check_terms,
     clone,
     generator_of,
-    in_float64,
     unwritten_is_nan,
 )
 from vllm_rocm_ops.core.launch import Workspace
@@ -72,7 +72,7 @@ def run(the_op: op.Op, arguments: tuple, apart: dict[str, tuple[int, ...]], exec
     small = the_op.Arguments(*arguments)
     left = [clone(v) for v in small]
     reference = as_tuple(the_op.reference(*left))
-    of_oracle = [*map(in_float64, small)]
+    of_oracle = all_in_float64(the_op, small)
     oracle = as_tuple(the_op.reference(*of_oracle))
     on_device = small._replace(**{n: clone(v, device) for n, v in small._asdict().items()})
     for config in configs or the_op.configs(small, arch):
@@ -244,7 +244,7 @@ def check_last_rows(the_op: op.Op, arguments: tuple, names: tuple[str, ...], row
     emulator, small = Emulator(arch_name, races=False), the_op.Arguments(*arguments)
     left = [clone(v) for v in small]
     reference = as_tuple(the_op.reference(*left))
-    oracle = as_tuple(the_op.reference(*map(in_float64, small)))
+    oracle = as_tuple(the_op.reference(*all_in_float64(the_op, small)))
     fitting = the_op.configs(small, emulator.arch)
     for config in dict.fromkeys((fitting[0], fitting[-1])):
         large = small._replace(**{name: with_zeros_before(getattr(small, name), rows) for name in names})
@@ -345,7 +345,7 @@ def test_results_of_more_than_32_bits(the_op, kind, arch_name):
     assert out.numel() > 2**32
     (planned,) = the_op.plan(config, out, given, emulator.arch)
     run_last(emulator, planned, 8)
-    exact = the_op.reference(*map(in_float64, small)).double()
+    exact = the_op.reference(*all_in_float64(the_op, small)).double()
     check(f"{config}", out[-64:, -64:].contiguous(), the_op.reference(*small), exact, False, FLOOR)
 
 

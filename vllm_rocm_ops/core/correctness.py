@@ -219,6 +219,11 @@ def in_float64(value, name: str = ""):
     return torch.float64 if value in (*halves, torch.float32) else value
 
 
+def all_in_float64(the_op: Op, arguments: Iterable) -> list:
+    """Return an op's arguments for the reference in float64."""
+    return [in_float64(value, name) for name, value in zip(the_op.Arguments._fields, arguments)]
+
+
 def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False) -> None:
     """Run the op once, and check it against its reference and its oracle, the reference in float64.
 
@@ -232,7 +237,7 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
         Wrong: The result breaks a rule.
     """
     reference_arguments, plugin_arguments = [clone(v) for v in arguments], [clone(v, device) for v in arguments]
-    oracle_arguments = [in_float64(v, name) for name, v in zip(the_op.Arguments._fields, reference_arguments)]
+    oracle_arguments = all_in_float64(the_op, reference_arguments)
     oracle = as_tuple(the_op.reference(*oracle_arguments))
     reference = as_tuple(the_op.reference(*reference_arguments))
     outputs = as_tuple(the_op(*plugin_arguments))
@@ -259,7 +264,7 @@ def run_and_check(the_op: Op, arguments: tuple, device: str, exact: bool = False
             require(not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()} elements of exact sums differ")
         elif the_op.product and got.numel() and got.is_floating_point() and not quantizes:
             operands = [None if n in the_op.writes else v for n, v in zip(the_op.Arguments._fields, arguments)]
-            terms = the_op.reference(*[in_float64(absolute(v)) for v in operands]).double()
+            terms = the_op.reference(*all_in_float64(the_op, map(absolute, operands))).double()
             check_terms(name, got, true.double(), terms, floor)
 
 
