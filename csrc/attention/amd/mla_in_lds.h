@@ -6,11 +6,11 @@
 // all columns, and load the keys. A SIMD runs one wave of each kind. An iteration has one barrier and processes one
 // unit, 16 keys. Iteration i computes the scores of unit i while reading the keys of unit i + 1, multiplies the values
 // of unit i - 1 by p while reading unit i's, and stores unit i + 2 to LDS, which holds three units. The next two
-// units are in flight in registers.
+// units are in flight in registers. Where queries are e4m3, so are keys in LDS, which has room for four units: p is
+// computed beside the next unit's scores, and all that follows is one iteration later.
 //
-// On gfx942 a unit takes 1088 cycles of a SIMD's matrix unit, 800 where queries are e4m3, as keys in LDS then are, too.
-// The model of timing/ predicts 1460 cycles with a cache of 16 bits, 1410 with one of e4m3 that is converted on the way
-// to LDS, and 1200 with e4m3 queries.
+// On gfx942 a unit takes 1088 cycles of a SIMD's matrix unit, 800 with e4m3 queries. The model of timing/ predicts 1460
+// cycles with a cache of 16 bits, 1410 with one of e4m3 that is converted on the way to LDS, and 1200 with e4m3 queries.
 #pragma once
 #include "attention/mla.h"
 #include "device/panel.h"
@@ -25,11 +25,12 @@ struct MlaDecodeInLds : MlaSplit<T, 4> {
 
   using Element = typename CacheType<Cache>::Element;
   static constexpr bool kFp8 = __is_same(Cache, E4m3), kFp8Products = __is_same(Query, E4m3);
-  static constexpr bool kConverts = kFp8 && !kFp8Products;          // keys, on the way to LDS
+  // Keys are converted on the way to LDS. That occupies the vector ALU: what else runs beside the products elsewhere is
+  // predicted to take 5 % longer here.
+  static constexpr bool kConverts = kFp8 && !kFp8Products;
   static constexpr int kKeys = 16, kStepUnits = kStepKeys / kKeys;  // keys per unit, and units per step
-  // A unit's weights are computed beside the next unit's scores, if LDS has room for one more unit.
-  static constexpr int kLag = kFp8Products;
-  static constexpr int kSlots = 3 + kLag, kStages = 2;  // units in LDS, and in flight
+  static constexpr int kLag = kFp8Products;                         // of weights, in units
+  static constexpr int kSlots = 3 + kLag, kStages = 2;              // units in LDS, and in flight
   static constexpr int kGroupWaves = kWaves / 2, kPackedRowTiles = kPackedRows / 16;
   static constexpr int kLdsBytes = kFp8Products ? 1 : 2;  // per element
   static constexpr int kLatentPanels = kLatent * kLdsBytes / tile::kDepth, kPanels = kLatentPanels + 1;
