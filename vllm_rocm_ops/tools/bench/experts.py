@@ -76,6 +76,7 @@ FOUR_BIT_SHARES = {
     "qwen3-30b-a3b": (SHARES["qwen3-30b-a3b"], "int4_128"),
     "qwen3-235b-a22b": (Share(128, 128, 8, 4096, 1536), "int4_128"),
     "gpt-oss-120b": (replace(SHARES["gpt-oss-120b"], swiglu=triton_kernels.SWIGLU), "mxfp4"),
+    "kimi-k3-tp8": (Share(896, 896, 16, 3584, 384), "mxfp4"),
     "minimax-m3-tp4": (Share(128, 128, 4, 6144, 768), "mxfp8"),
 }
 """Shares with INT4, MXFP4 or MX-FP8 weights and bf16 tokens, and their quantization."""
