@@ -153,7 +153,7 @@ struct ExpertMainLoop {
 #pragma unroll
         for (int g = 0; g < Operands::kGroups; ++g) {
           // Past the last group, where products are zero, its scale: that is a multiplication by no other row's NaN.
-          const int group = k / T::kGroup + g, last = p.k / T::kGroup - 1;
+          const int group = k / T::kGroup + Operands::group(lane, g), last = p.k / T::kGroup - 1;
           k_slice.scales[i][g] = T::Scale::load_or_zero(item_tile.scales_b, item_tile.scale_b[i],
                                                         (group < last ? group : last) * T::Scale::kBytes, true);
         }
@@ -249,7 +249,7 @@ struct ExpertMainLoop {
   // Value i of a tile, once its last K slice, `last`, has been multiplied.
   DEVICE float result(const f32x4& sum, const KSlice& last, int i) const {
     float value = sum[i];
-    if constexpr (kPacked) value *= 1.0f / T::Value::kUnit;
+    if constexpr (kPacked) value *= 1.0f / Operands::unit();
     if constexpr (kScales == ScaleGranularity::kRow) value *= last.scale_a[i % mma::kValueTokens] * last.scale_b[i];
     if constexpr (kBiased && !kGated) value += bias(last, i / kValueTokens);
     return value;

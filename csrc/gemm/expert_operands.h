@@ -36,11 +36,21 @@ struct Bf16Mx8 {
   static constexpr int kGroup = 32, kGroups = kSliceBytes / kGroup;
 };
 
-// What both have in common. kOfGroups: as packed::depth.
-template <class T, bool kOfGroups_>
+// The factor of sums, or with kScalesWeights of weights, for a scale.
+template <class Value, bool kScalesWeights>
+struct ScaleFactor {
+  using Type = float;
+  DEVICE static float of(float scale) { return scale; }
+};
+template <class Value>
+struct ScaleFactor<Value, true> : Value::Factor {};
+
+// What both have in common. kOfGroups: as packed::depth. kScalesWeights: as packed::kScalesWeights.
+template <class T, bool kOfGroups_, bool kScalesWeights = false>
 struct PackedOperands {
   static constexpr bool kPacked = true, kOfGroups = kOfGroups_;
-  static constexpr int kTokenVecs = four_bit::kTokenVecs, kValueRows = packed::kValueRows, kGroups = T::kGroups;
+  static constexpr int kTokenVecs = four_bit::kTokenVecs, kValueRows = packed::kValueRows;
+  static constexpr int kGroups = kScalesWeights ? 1 : T::kGroups;  // of a slice whose scales a lane has
   using Scale = typename T::Scale;
   using Scales = typename Scale::Loaded[kValueRows][kGroups];
 
@@ -55,19 +65,33 @@ struct PackedOperands {
   // Where a lane's vector v of a token, or one of the same group, begins in a slice, in K.
   DEVICE static int depth(int lane, int v) { return packed::depth<kOfGroups>(lane, v); }
 
-  using Factors = float[kValueRows][kGroups];
+  // A slice's group whose scale is the lane's scale g.
+  DEVICE static int group(int lane, int g) { return kScalesWeights ? mma::depth(lane) / 16 : g; }
+  // The unit of the sums.
+  static constexpr float unit() {
+    if constexpr (kScalesWeights) return T::Value::Factor::kUnit;
+    else return T::Value::kUnit;
+  }
+
+  using Factor = ScaleFactor<typename T::Value, kScalesWeights>;
+  using Factors = typename Factor::Type[kValueRows][kGroups];
   DEVICE static void convert(Factors& factors, const Scales& scales) {
 #pragma unroll
     for (int i = 0; i < kValueRows; ++i)
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) factors[i][g] = Scale::value(scales[i][g]);
+      for (int g = 0; g < kGroups; ++g) factors[i][g] = Factor::of(Scale::value(scales[i][g]));
   }
 };
 
+template <class T>
+constexpr bool kScalesWeights = packed::kScalesWeights<typename T::Scale, T::kGroups>;
+template <class T>
+using PackedBase = PackedOperands<T, packed::kExchanges<T::kGroups> && !kScalesWeights<T>, kScalesWeights<T>>;
+
 template <class Value, class Scale, int kGroup>
-struct ExpertOperands<Packed<Value, Scale, kGroup>>
-    : PackedOperands<Packed<Value, Scale, kGroup>, packed::kExchanges<kSliceBytes / kGroup>> {
-  using Base = PackedOperands<Packed<Value, Scale, kGroup>, packed::kExchanges<kSliceBytes / kGroup>>;
+struct ExpertOperands<Packed<Value, Scale, kGroup>> : PackedBase<Packed<Value, Scale, kGroup>> {
+  using T = Packed<Value, Scale, kGroup>;
+  using Base = PackedBase<T>;
   using Weights = mma::Weights;
 
   // Where a lane's weights begin in a slice, in K, and in bytes.

@@ -36,10 +36,10 @@
   STREAMED_TILE(symbol##_64, type, 64, __VA_ARGS__) \
   STREAMED_TILE(symbol##_96, type, 96, __VA_ARGS__) \
   STREAMED_TILE(symbol##_128, type, 128, __VA_ARGS__)
-#define WAVE_SPLIT_K(symbol, type, tokens, ...)                                  \
-  KERNEL((WaveSplitK<type, tokens, __VA_ARGS__>::kThreads), tokens == 8 ? 4 : 3) \
-  symbol(WaveSplitK<type, tokens, __VA_ARGS__>::Problem problem) {               \
-    LDS static WaveSplitK<type, tokens, __VA_ARGS__>::Buffer buffer;             \
-    const WaveSplitK<type, tokens, __VA_ARGS__> kernel{problem, buffer};         \
-    kernel.multiply();                                                           \
+#define WAVE_SPLIT_K(symbol, type, tokens, ...)                                                                 \
+  KERNEL((WaveSplitK<type, tokens, __VA_ARGS__>::kThreads), (WaveSplitK<type, tokens, __VA_ARGS__>::kResident)) \
+  symbol(WaveSplitK<type, tokens, __VA_ARGS__>::Problem problem) {                                              \
+    LDS static WaveSplitK<type, tokens, __VA_ARGS__>::Buffer buffer;                                            \
+    const WaveSplitK<type, tokens, __VA_ARGS__> kernel{problem, buffer};                                        \
+    kernel.multiply();                                                                                          \
   }

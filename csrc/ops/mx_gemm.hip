@@ -16,8 +16,8 @@ WAVE_SPLIT_K(mx_gemm_fp8_wave_splitk_64, Fp8Tiles, 64, ScaleGranularity::kNone)
 WAVE_SPLIT_K(mx_gemm_fp4_wave_splitk_16, Fp4, 16, ScaleGranularity::kNone)
 WAVE_SPLIT_K(mx_gemm_fp4_wave_splitk_64, Fp4Tiles, 64, ScaleGranularity::kNone)
 #else
-using Fp8 = Bf16Mx<MxE4m3, 1>;
-using Fp4 = Bf16Mx<MxE2m1, 1>;
+using Fp8 = Bf16Mx<MxE4m3, 2>;
+using Fp4 = Bf16Mx<MxE2m1, 4>;
 WAVE_SPLIT_K(mx_gemm_fp8_wave_splitk_8, Fp8, 8, ScaleGranularity::kNone)
 WAVE_SPLIT_K(mx_gemm_fp8_wave_splitk_16, Fp8, 16, ScaleGranularity::kNone)
 WAVE_SPLIT_K(mx_gemm_fp4_wave_splitk_8, Fp4, 8, ScaleGranularity::kNone)

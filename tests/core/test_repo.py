@@ -78,6 +78,7 @@ VENDOR_TOKENS = {
         "csrc/device/four_bit.h",
         "csrc/device/mx_values.h",
         "csrc/device/tile_mma.h",
+        "csrc/gemm/skinny/mx_weights.h",
         "csrc/gemm/skinny/packed_tile.h",
         "csrc/gemm/skinny/streamed_tile.h",
         "csrc/attention/operands.h",

@@ -7,7 +7,7 @@ from op_tests import test_case  # noqa: F401
 
 from vllm_rocm_ops.core import archs, launch
 from vllm_rocm_ops.core.correctness import run_and_check
-from vllm_rocm_ops.core.stats import stats
+from vllm_rocm_ops.core.stats import reset_stats, stats
 from vllm_rocm_ops.emulator import Emulator
 from vllm_rocm_ops.ops import fused_experts
 from vllm_rocm_ops.ops.shared.experts_streamed import StreamedConfig
@@ -101,6 +101,7 @@ def test_one_plan_serves_other_routings(name, arch):
 def test_captured_graph_follows_the_routing(name):
     args = arguments(name, archs.of_device(0).fp8_dtype)
     held = fused_experts.Arguments(*(v.cuda() if isinstance(v, torch.Tensor) else v for v in args))
+    reset_stats()
     fused_experts(*held)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -24,6 +24,10 @@ TOKENS = {"amd": (16, 64), "nvidia": (8, 16)}  # token limits of the kernels
 STEPS_PER_SCALE_LOAD = 4
 UNIT_BYTES_PER_US = 22e3  # bytes of weight per compute unit and us, as timing/ predicts for MI300X
 LANE_ROWS = 4  # adjacent rows of a lane (kLaneRows of csrc/gemm/skinny/mx_weights.h); a tile has the rows of 16 lanes
+WEIGHT_BYTES = {"amd": 8, "nvidia": 16}  # of a row, that a lane loads at once
+# On NVIDIA guessed, so that resident blocks (kResident there), by tokens, fill the GPU: 3.2 TB/s of an H200.
+NVIDIA_UNIT_BYTES_PER_US = 24e3
+NVIDIA_RESIDENT = {8: 3, 16: 2}
 
 
 def _values_per_byte(a) -> int:
@@ -59,18 +63,22 @@ def _can_implement(a, arch: Arch) -> Iterator[tuple[str, bool]]:
         rows = getattr(a, name)
         yield f"{name} has K innermost", rows.shape[1] == 1 or rows.stride(1) == 1
         yield f"{name}'s rows are below 16 MB apart", row_stride(rows) < 2**24
+    size = WEIGHT_BYTES[arch.vendor]
     yield (
-        "rows of weight are 8-byte, of scale 4-byte aligned",
-        aligned(a.weight, 8) and aligned(a.scale, STEPS_PER_SCALE_LOAD),
+        f"rows of weight are {size}-byte, of scale {STEPS_PER_SCALE_LOAD}-byte aligned",
+        aligned(a.weight, size) and aligned(a.scale, STEPS_PER_SCALE_LOAD),
     )
 
 
 def _skinny_sizes(a, arch: Arch) -> wave_split_k.Sizes:
-    """Return the sizes of the split-K schedule. A slice's steps (kSteps there) share a load of scales."""
-    steps = 1 if arch.vendor == "nvidia" else 4 if rows_of(a.x) <= 16 else 2
-    return wave_split_k.Sizes(
-        *_sizes(a), 16 * LANE_ROWS, steps, 1 / _values_per_byte(a), UNIT_BYTES_PER_US, overlap=True
-    )
+    """Return the sizes of the split-K schedule. A slice has kSteps of csrc/ops/mx_gemm.hip, whose bytes or scales a lane loads at once."""
+    of_value, rows = 1 / _values_per_byte(a), 16 * LANE_ROWS
+    if arch.vendor == "nvidia":
+        resident = NVIDIA_RESIDENT[wave_split_k.kernel_tokens(TOKENS["nvidia"], rows_of(a.x))]
+        rates = NVIDIA_UNIT_BYTES_PER_US, False, NVIDIA_UNIT_BYTES_PER_US / resident
+        return wave_split_k.Sizes(*_sizes(a), rows, 2 * _values_per_byte(a), of_value, *rates)
+    steps = 4 if rows_of(a.x) <= 16 else 2
+    return wave_split_k.Sizes(*_sizes(a), rows, steps, of_value, UNIT_BYTES_PER_US, overlap=True)
 
 
 def _plan(config: SkinnyConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
@@ -153,7 +161,7 @@ def mx_gemm(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
         x: [..., K], bf16 or fp16, K innermost and a multiple of 32; rows may be strided. Kernels take bf16, 64 tokens, on NVIDIA
             16, and K a multiple of 128.
         weight: [N, K] of float8_e4m3fn, or [N, K / 2] of uint8: two e2m1 values in a byte, the first in its lower half. Without NaN,
-            which is 480 on gfx942.
+            which is 480 on gfx942 and NVIDIA.
         scale: [N, K / 32], uint8 or float8_e8m0fnu: s for 2^(s - 127), 255 for NaN.
         bias: [N], x's dtype, or None.
 

@@ -1,10 +1,10 @@
 // Weights of four bits times bf16 tokens, by one wave: a tile of 16 rows, 128 of K, which are 64 bytes of a row, and
 // scales per group of 32 or 128 of K. A lane has 16 bytes of a row, 32 of K, in four words.
 //
-// Scaled weights do not fit bf16, so scales are applied to the fp32 sums of a group. A matrix instruction adds the
-// products of all lanes that have a row, and with groups of 32 each of them has another group. So either an instruction
-// with four separate sums takes one from each lane, or these lanes exchange words first, such that each has a word of
-// every group.
+// A weight times a scale does not fit bf16, so scales are applied to the fp32 sums of a group. A matrix instruction adds
+// the products of all lanes that have a row, and with groups of 32 each of them has another group. So either an
+// instruction with four separate sums takes one from each lane, or these lanes exchange words first, such that each has a
+// word of every group. Only with kScalesWeights do scales fit.
 //
 // Weights of eight bits with scales per group of 32 are loaded as if they were exchanged: a lane has eight of each group.
 //

@@ -17,14 +17,17 @@ DEVICE void in_order(Use use) {
 
 // Traits that WaveSplitK reads: sizes of a tile and of the pipeline, types of arguments and addresses.
 struct TileOperandsBase {
-  static constexpr bool kGrouped = false;  // true if groups of K have scales, which `add` applies
+  static constexpr bool kGrouped = false;        // true if groups of K have scales, which `add` applies
+  static constexpr bool kAdjacentSteps = false;  // true if a lane's K are adjacent in a slice, not in a step
   static constexpr int kRows = mma::kRows, kVec = 1;
   template <int kTiles>
   static constexpr int kSliceSteps = 2;
   template <int kTiles>
   static constexpr int kStages = mma::kStages;
-  using Problem = void;  // the kernel's arguments, void for ProblemOf
-  using Tile = void;     // a lane's addresses of weights, void for ScaledTileWeights
+  template <int kTiles>
+  static constexpr int kResident = kTiles == 1 ? 4 : 3;  // blocks per SM on NVIDIA
+  using Problem = void;                                  // the kernel's arguments, void for ProblemOf
+  using Tile = void;                                     // a lane's addresses of weights, void for ScaledTileWeights
   // Assumptions about the arguments, for the compiler.
   DEVICE static void assume(const SkinnyProblem&) {}
   // Token, and row or word of rows, of a lane's value i.

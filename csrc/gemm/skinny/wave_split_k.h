@@ -30,7 +30,11 @@ struct WaveSplitK {
   static constexpr int kTiles = (kTokens + mma::kTileTokens - 1) / mma::kTileTokens,
                        kSliceSteps = Operands::template kSliceSteps<kTiles>,
                        kStages = Operands::template kStages<kTiles>;
+  static constexpr int kResident = Operands::template kResident<kTiles>;
   static constexpr int kThreads = mma::kWaves * wave::kLanes, kUnitSteps = kSliceSteps * mma::kWaves;
+  // Steps of a slice for which a lane's bytes of a token are adjacent, and bytes from one step's to the next.
+  static constexpr int kLaneSteps = Operands::kAdjacentSteps ? kSliceSteps : 1,
+                       kTokenBytes = Operands::kAdjacentSteps ? int(sizeof(u32x4)) : mma::kDepth;
   static constexpr bool kScaled = kScales == ScaleGranularity::kBlock;
   static_assert(!kScaled || kSliceSteps * mma::kDepth == kScaleBlock);
   // A thread ends with kVec consecutive rows, kVecs times.
@@ -79,7 +83,7 @@ struct WaveSplitK {
       for (int t = 0; t < kTiles; ++t) {
         const int token = t * mma::kTileTokens + mma::tile_token(lane);
         k_slice.tokens[u][t] =
-            mem::load_or_zero(mem::buffer(p.a), token * p.a_stride + mma::depth(lane) + u * mma::kDepth,
+            mem::load_or_zero(mem::buffer(p.a), token * p.a_stride + mma::depth(lane) * kLaneSteps + u * kTokenBytes,
                               first * mma::kDepth, inside && token < p.m);
       }
     }

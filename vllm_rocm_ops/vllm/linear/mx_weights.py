@@ -129,7 +129,7 @@ def has_packed_weights(kernel) -> bool:
 
 
 def has_nan(weight: Tensor) -> bool:
-    """True if an e4m3fn weight has NaN, which gfx942's kernels read as 480."""
+    """True if an e4m3fn weight has NaN, which kernels of gfx942 and NVIDIA read as 480."""
     return any(((part & 127) == 127).any() for part in weight_order.parts(weight.view(torch.uint8)))
 
 

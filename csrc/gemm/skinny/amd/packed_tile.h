@@ -12,6 +12,10 @@ template <int kGroups>
 constexpr bool kExchanges = kGroups == 4;
 #endif
 
+// True if a lane multiplies its weights by the scale of their group.
+template <class Scale, int kGroups>
+constexpr bool kScalesWeights = false;
+
 // 16 bytes at lane_offset + further + offset, or zeros. Vectors of a token share the masked address, as `further` is an
 // immediate, and a masked lane stays outside with it.
 DEVICE u32x4 load_further(mem::Buffer from, int lane_offset, int further, int offset, bool inside) {

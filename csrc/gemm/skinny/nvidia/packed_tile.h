@@ -29,6 +29,11 @@ DEVICE u32x4 exchanged(u32x4 w) {
   return odd ? u32x4{even_pair, pairs.y, odd_pair, pairs.w} : u32x4{pairs.x, even_pair, pairs.z, odd_pair};
 }
 
+// True if a lane multiplies its weights by the scale of their group, the only one that it then needs: powers of two leave
+// them in bf16.
+template <class Scale, int kGroups>
+constexpr bool kScalesWeights = __is_same(Scale, E8m0Scale) && kGroups == 4;
+
 // Adds the product of a slice.
 template <class Value, int kGroups>
 DEVICE f32x4 multiply(f32x4 sum, const mma::Weights& weights, const u32x4 (&tokens)[four_bit::kTokenVecs],
@@ -42,12 +47,26 @@ DEVICE f32x4 multiply(f32x4 sum, const mma::Weights& weights, const u32x4 (&toke
   for (int i = 0; i < four_bit::kTokenVecs; ++i) {
     mma::Weights values;
 #pragma unroll
-    for (int l = 0; l < mma::kLoads; ++l) values.load[l] = Value::to_bf16(words.load[l][i]);
-    product = mma::multiply_tile<Bf16>(kGroups == 1 ? product : f32x4{}, values, tokens[i]);
+    for (int l = 0; l < mma::kLoads; ++l) values.load[l] = Value::to_pairs(words.load[l][i]);
+    product = mma::multiply_tile<Bf16>(kGroups == 1 ? product : f32x4{}, values, four_bit::in_pairs(tokens[i]));
     if (kGroups == 1 && i < four_bit::kTokenVecs - 1) continue;
     const int group = kGroups == 1 ? 0 : i;
 #pragma unroll
     for (int v = 0; v < 4; ++v) sum[v] += product[v] * scales[v / 2][group];
+  }
+  return sum;
+}
+// The same with kScalesWeights, and factors for pairs.
+template <class Value>
+DEVICE f32x4 multiply(f32x4 sum, const mma::Weights& weights, const u32x4 (&tokens)[four_bit::kTokenVecs],
+                      const u32 (&factors)[kValueRows][1]) {
+  static_assert(kValueRows == mma::kLoads);
+#pragma unroll
+  for (int i = 0; i < four_bit::kTokenVecs; ++i) {
+    mma::Weights values;
+#pragma unroll
+    for (int l = 0; l < mma::kLoads; ++l) values.load[l] = Value::scaled_pairs(weights.load[l][i], factors[l][0]);
+    sum = mma::multiply_tile<Bf16>(sum, values, four_bit::in_pairs(tokens[i]));
   }
   return sum;
 }
