@@ -160,11 +160,19 @@ DEVICE void down(const Experts& p, const void* bias = nullptr) {
   }
 }
 
+// Blocks of gate_up per SM on NVIDIA.
+template <class T, ScaleGranularity>
+constexpr int kGateUpResident = 3;
+template <class Value, class Scale, int kGroup, ScaleGranularity kScales>
+constexpr int kGateUpResident<Packed<Value, Scale, kGroup>, kScales> = 4;
+
 // clang-format off
 #define INSTANCES(kind, ...)                                                                                   \
-  KERNEL((kThreads), 3) fused_experts_gate_up_##kind(Experts experts) { gate_up<__VA_ARGS__>(experts); }       \
+  KERNEL((kThreads), (kGateUpResident<__VA_ARGS__>))                                                           \
+  fused_experts_gate_up_##kind(Experts experts) { gate_up<__VA_ARGS__>(experts); }                             \
   KERNEL((kThreads), 4) fused_experts_down_##kind(Experts experts) { down<__VA_ARGS__>(experts); }             \
-  KERNEL((kThreads), 3) fused_experts_gate_up_clamped_##kind(Experts experts, SwiGlu swiglu) {                 \
+  KERNEL((kThreads), (kGateUpResident<__VA_ARGS__>))                                                           \
+  fused_experts_gate_up_clamped_##kind(Experts experts, SwiGlu swiglu) {                                       \
     gate_up<__VA_ARGS__, true>(experts, swiglu);                                                               \
   }                                                                                                            \
   KERNEL((kThreads), 4) fused_experts_down_biased_##kind(Experts experts, const void* bias) {                  \

@@ -14,6 +14,7 @@ from vllm_rocm_ops.ops.shared.experts import (
     expected_hit,
     expected_tiles,
     intermediate,
+    is_packed,
     is_plain,
     routing_arguments,
     scale_strides,
@@ -34,6 +35,8 @@ WAVES = 4  # per block
 SLICE_BYTES = 128  # of a K slice, the work of a wave's iteration
 MAX_UNIT_SLICES = 4  # K slices per unit of down, the work of one wave
 RESIDENT = {"gate_up": 3, "down": 4}  # blocks per compute unit
+# The same of gate_up with weights of four bits: kGateUpResident of csrc/ops/fused_experts.hip.
+PACKED_RESIDENT = {"amd": 3, "nvidia": 4}
 # The cost model, where archs agree; `arch.costs` has the rest. Fitted to H200 at the shares of tools/bench/experts.py: the share of
 # bandwidth of gate_up, and of down with unlimited blocks; for a further tile of an expert's tokens, a constant and a share of the
 # first tile's time, as caches may hold its bytes; a launch; the split-K sum; and each further wave of down's blocks.
@@ -157,7 +160,8 @@ def launches(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]
         rows = UnquantizedRows(act, pairs, inner, inner, a.out_dtype)
         activation, quantize_act = operand(a, rows, a.act_scale, arch, num_rows)
     tiles = inner // GATE_UP_ROWS
-    blocks = min(pairs * tiles, RESIDENT["gate_up"] * arch.compute_units)
+    resident = PACKED_RESIDENT[arch.vendor] if is_packed(a.w1) else RESIDENT["gate_up"]
+    blocks = min(pairs * tiles, resident * arch.compute_units)
     product, grid = functools.partial(_product, a, arch, lists), (_down_tiles(a), config.split_k, 1)
     given = num_rows if quantize_act else None
     gate_up = product("gate_up", hidden, a.w1, a.w1_scale, act, given, (blocks, 1, 1), blocks, tiles)
