@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 STEPS = 8  # recorded
-STEPS_BEFORE = 8  # the first is the prefill
-TOKENS = STEPS_BEFORE + STEPS + 8  # of a request, if a step adds one: none ends during the profile
+STEPS_BEFORE = 7  # after the last prefill
+TOKENS = STEPS_BEFORE + STEPS + 9  # of a request, if a step adds one: none ends during the profile
 LONGEST_NAME = 120  # maximum characters of a kernel's name
 IDLE = "idle"
 ALL_REDUCE = "all-reduce, with waiting"
@@ -101,10 +101,12 @@ def record(llm, prompts: list, sampling: Callable[[int], object]) -> list[dict]:
 
     `sampling` returns vLLM's parameters for a number of tokens.
     """
-    parameters = sampling(TOKENS)
-    engine = llm.llm_engine
+    parameters = sampling(TOKENS + len(prompts))  # as many steps as prompts may prefill
+    engine, prefilled = llm.llm_engine, set()
     for i, prompt in enumerate(prompts):
         engine.add_request(f"profiled {len(prompts)} {i}", prompt, parameters)
+    while len(prefilled) < len(prompts):
+        prefilled |= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
     for _ in range(STEPS_BEFORE):
         engine.step()
     llm.collective_rpc(start)

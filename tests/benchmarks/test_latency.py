@@ -237,6 +237,36 @@ def test_waiting_time_is_relative_to_the_last_rank():
     assert decode_profile.waiting([[9.0, 3.0], [1.0]], 2) == [None, None]
 
 
+def test_steps_are_profiled_after_the_last_prefill():
+    """A step prefills one prompt here, and decodes those before it."""
+
+    class Engine:
+        def __init__(self):
+            self.requests, self.steps = {}, []
+
+        def add_request(self, name, prompt, tokens):
+            self.requests[name] = [tokens, 0]
+
+        def has_unfinished_requests(self):
+            return bool(self.requests)
+
+        def step(self):
+            waiting = next((name for name, (_, made) in self.requests.items() if not made), None)
+            running = [name for name, (_, made) in self.requests.items() if made or name == waiting]
+            for name in running:
+                self.requests[name][1] += 1
+            self.steps.append((waiting is not None, len(running)))
+            found = [SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[0])]) for name in running]
+            self.requests = {name: of for name, of in self.requests.items() if of[1] < of[0]}
+            return found
+
+    engine, marks = Engine(), []
+    llm = SimpleNamespace(llm_engine=engine, collective_rpc=lambda *_, **__: marks.append(len(engine.steps)) or [])
+    assert decode_profile.record(llm, ["prompt"] * 12, lambda tokens: tokens) == []
+    begin, end = marks
+    assert engine.steps[begin:end] == [(False, 12)] * decode_profile.STEPS and begin == 12 + decode_profile.STEPS_BEFORE
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
