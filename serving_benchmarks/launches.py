@@ -30,7 +30,7 @@ Q_K, Q, K_PE = "rotation of q and k", "rotation of q", "rotation of k_pe"
 Q_K_NORMS, FRONT = "norms and rotation of q and k", "MLA norms, rotation of k_pe, cache write"
 Q_K_WRITE = "rotation of q and k, with norms, and cache write"
 NORM, SWIGLU, SUM = "norms", "SwiGLU", "sum of routed and shared experts"
-QUANTIZATION = "quantization of linears' inputs"
+QUANTIZATION, QUERIES = "quantization of linears' inputs", "quantization of queries"
 TOP_K, SORT, ROUTED_SUM = "experts: top-k", "experts: sort", "experts: sum"
 FP8, BF16, ABSORPTION = "FP8 linears", "router and lm_head", "W_UK and W_UV"
 REDUCE, LOGITS, EMBEDDING = "all-reduce, with the norm after it", "all-gather of logits", "token embedding"
@@ -78,6 +78,7 @@ LAUNCHES: dict[str, dict[str, Launch | tuple[Launch, ...]]] = {
         r"sigmoid_and_mul_\w+": Launch(GATE, PLUGIN),
         r"void vllm::rms_norm_per_block_quant_kernel<.*": Launch(NORM, VLLM),
         r"void vllm::silu_and_mul_per_block_quant_kernel<.*": Launch(SWIGLU, VLLM),
+        r"void vllm::scaled_fp8_quant_kernel_strided_group_shape<.*": Launch(QUERIES, VLLM),
         r"void per_token_group_quant_8bit_register_kernel<.*": Launch(QUANTIZATION, VLLM),
         r"void at::native::vectorized_elementwise_kernel<.*": Launch(NORM, TORCH),
         r"triton_red_fused_\w+rms_norm\w*": Launch(NORM, INDUCTOR),

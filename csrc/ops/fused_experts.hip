@@ -164,7 +164,8 @@ DEVICE void down(const Experts& p, const void* bias = nullptr) {
 template <class T, ScaleGranularity>
 constexpr int kGateUpResident = 3;
 template <class Value, class Scale, int kGroup, ScaleGranularity kScales>
-constexpr int kGateUpResident<Packed<Value, Scale, kGroup>, kScales> = 4;
+constexpr int kGateUpResident<Packed<Value, Scale, kGroup>, kScales> =
+    kGroup == 32 && __is_same(Scale, Bf16Scale) ? 3 : 4;  // otherwise registers spill
 
 // clang-format off
 #define INSTANCES(kind, ...)                                                                                   \

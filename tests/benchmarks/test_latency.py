@@ -261,7 +261,7 @@ def test_steps_are_profiled_after_the_last_prefill():
             return found
 
     engine, marks = Engine(), []
-    llm = SimpleNamespace(llm_engine=engine, collective_rpc=lambda *_, **__: marks.append(len(engine.steps)) or [])
+    llm = SimpleNamespace(llm_engine=engine, collective_rpc=lambda *_, **__: marks.append(len(engine.steps)) or [None])
     assert decode_profile.record(llm, ["prompt"] * 12, lambda tokens: tokens) == []
     begin, end = marks
     assert engine.steps[begin:end] == [(False, 12)] * decode_profile.STEPS and begin == 12 + decode_profile.STEPS_BEFORE

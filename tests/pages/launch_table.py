@@ -48,6 +48,7 @@ REASONS: dict[str, str | dict[str, str]] = {
         names.HYBRID: OUTSIDE,
         names.GQA: f"{_of_o(ops.paged_attention_decode)} FlashAttention writes BF16.",
     },
+    names.QUERIES: "Before attention, where the cache is FP8. No op of the plugin does it.",
     names.NORM: {names.HYBRID: OUTSIDE},
     names.SUM: "Joins two streams. The next norm's kernel adds one residual, not two.",
     **dict.fromkeys(

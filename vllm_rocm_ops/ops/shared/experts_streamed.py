@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from vllm_rocm_ops.core.arch import Arch
@@ -35,8 +36,7 @@ WAVES = 4  # per block
 SLICE_BYTES = 128  # of a K slice, the work of a wave's iteration
 MAX_UNIT_SLICES = 4  # K slices per unit of down, the work of one wave
 RESIDENT = {"gate_up": 3, "down": 4}  # blocks per compute unit
-# The same of gate_up with weights of four bits: kGateUpResident of csrc/ops/fused_experts.hip.
-PACKED_RESIDENT = {"amd": 3, "nvidia": 4}
+PACKED_RESIDENT = 4  # of gate_up with 4-bit weights, except INT4 in groups of 32, on NVIDIA: kGateUpResident of csrc/ops/fused_experts.hip
 # The cost model, where archs agree; `arch.costs` has the rest. Fitted to H200 at the shares of tools/bench/experts.py: the share of
 # bandwidth of gate_up, and of down with unlimited blocks; for a further tile of an expert's tokens, a constant and a share of the
 # first tile's time, as caches may hold its bytes; a launch; the split-K sum; and each further wave of down's blocks.
@@ -146,6 +146,13 @@ def cost(config: StreamedConfig, a, arch: Arch) -> dict[str, float]:
     return terms
 
 
+def _resident(a, arch: Arch) -> int:
+    """Return the blocks of gate_up per compute unit."""
+    kind = scheme_of(a.w1, a.w1_scale)
+    spills = kind.group == 32 and torch.bfloat16 in kind.scales
+    return PACKED_RESIDENT if arch.vendor == "nvidia" and is_packed(a.w1) and not spills else RESIDENT["gate_up"]
+
+
 def launches(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]:
     """Return the launches of a call; out [M, H] is contiguous."""
     m = a.hidden.shape[0]
@@ -160,8 +167,7 @@ def launches(config: StreamedConfig, out: Tensor, a, arch: Arch) -> list[Launch]
         rows = UnquantizedRows(act, pairs, inner, inner, a.out_dtype)
         activation, quantize_act = operand(a, rows, a.act_scale, arch, num_rows)
     tiles = inner // GATE_UP_ROWS
-    resident = PACKED_RESIDENT[arch.vendor] if is_packed(a.w1) else RESIDENT["gate_up"]
-    blocks = min(pairs * tiles, resident * arch.compute_units)
+    blocks = min(pairs * tiles, _resident(a, arch) * arch.compute_units)
     product, grid = functools.partial(_product, a, arch, lists), (_down_tiles(a), config.split_k, 1)
     given = num_rows if quantize_act else None
     gate_up = product("gate_up", hidden, a.w1, a.w1_scale, act, given, (blocks, 1, 1), blocks, tiles)
