@@ -481,6 +481,8 @@ def test_queries_are_timed_as_vllm_gives_them(configuration, monkeypatch):
 
     batch = Batch([20, 20], [1, 1], fp8=True)
     module = Fake(kv_cache=batch.packed(), _k_scale=torch.tensor(0.4), _v_scale=torch.tensor(2.3))
+    module._q_scale = torch.ones(KV_HEADS)
+    assert not decoder.has_single_scales(module, True) and decoder.has_single_scales(module, False)
     module._q_scale = torch.tensor(0.03)
     layer = torch.ones(1), torch.bfloat16, attention_timing.Layer(decoder, module, Builder())
     context = attention_timing.Context(decoder, PAGE, 1, 20)

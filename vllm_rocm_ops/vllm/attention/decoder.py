@@ -83,12 +83,14 @@ class Decoder:
         yield f"kv_cache_dtype={self.impl.kv_cache_dtype}", self.impl.kv_cache_dtype not in dtypes
 
     def takes(self, query: Tensor, layer) -> bool:
-        """True if the op supports a query's dtype, of 16 bits or e4m3, and has one scale of each kind, not one per head."""
-        if not self.is_fp8:
-            return query.dtype in ELEMENTS
-        is_fp8 = query.dtype == self.fp8_dtype
-        scales = (*self.cache_scales, "_q_scale") if is_fp8 else self.cache_scales
-        return (is_fp8 or query.dtype in ELEMENTS) and all(getattr(layer, name).numel() == 1 for name in scales)
+        """True if the op supports a query's dtype, 16 bits or a cache's e4m3, and the scales."""
+        in_fp8 = self.is_fp8 and query.dtype == self.fp8_dtype
+        return (in_fp8 or query.dtype in ELEMENTS) and self.has_single_scales(layer, in_fp8)
+
+    def has_single_scales(self, layer, fp8_queries: bool) -> bool:
+        """True if a layer has one scale of each kind, not one per head."""
+        names = (*self.cache_scales, "_q_scale") if fp8_queries else self.cache_scales
+        return not self.is_fp8 or all(getattr(layer, name).numel() == 1 for name in names)
 
     def q_scale(self, query: Tensor, layer) -> Tensor | None:
         """Return the scale of an e4m3 query."""

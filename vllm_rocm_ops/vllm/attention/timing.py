@@ -36,10 +36,11 @@ class NotingBuilder:
             layers = vllm_config.compilation_config.static_forward_context
             for name in layer_names:
                 decoder = getattr(getattr(layers.get(name), "impl", None), "rocm_ops", None)
-                if decoder is not None:
-                    decoder.adopt(layers[name])
-                    decoder.drafts_refusal = drafts_refusal(decoder, self)
-                if decoder is not None and is_measured(decoder):
+                if decoder is None:
+                    continue
+                decoder.adopt(layers[name])
+                decoder.drafts_refusal = drafts_refusal(decoder, self)
+                if is_measured(decoder) and decoder.has_single_scales(layers[name], decoder.has_fp8_queries):
                     choose(decoder, layers[name], self, kv_cache_spec.block_size)
 
 
