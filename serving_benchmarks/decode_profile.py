@@ -101,7 +101,7 @@ def record(llm, prompts: list, sampling: Callable[[int], object]) -> list[dict]:
 
     `sampling` returns vLLM's parameters for a number of tokens.
     """
-    parameters = sampling(TOKENS + len(prompts))  # as many steps as prompts may prefill
+    parameters = sampling(TOKENS + len(prompts))  # a step may prefill one prompt
     engine, prefilled = llm.llm_engine, set()
     for i, prompt in enumerate(prompts):
         engine.add_request(f"profiled {len(prompts)} {i}", prompt, parameters)

@@ -4,6 +4,7 @@
 #pragma once
 #include "device/mx_values.h"
 #include "gemm/skinny/grouped_operands.h"
+#include "gemm/skinny/mx_weights.h"
 
 template <class Value, int kSteps>
 struct TileOperands<Bf16Mx<Value, kSteps>> : GroupedOperands<4> {

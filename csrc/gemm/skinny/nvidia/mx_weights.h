@@ -4,6 +4,7 @@
 #pragma once
 #include "device/mx_values.h"
 #include "gemm/skinny/grouped_operands.h"
+#include "gemm/skinny/mx_weights.h"
 
 // Eight values of a lane's words, for vector kVec of a token, times their scale, and the tokens in the same order.
 template <class Value>

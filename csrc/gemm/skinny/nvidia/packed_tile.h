@@ -1,6 +1,7 @@
 // Sums have the layout of mma::multiply_tile: a lane has two rows.
 #pragma once
 #include "device/four_bit.h"
+#include "device/scale.h"
 
 namespace packed {
 
