@@ -24,7 +24,7 @@ BUGS = (
         Cases(ops.mx_dequantize, "fp8-long", said=WRONG)),
     Bug("the next group's MX scale", "gemm/skinny/amd/mx_weights.h", "from = r * p.scale_b_row + step;", "from = r * p.scale_b_row + step + 4;",
         Cases(ops.mx_gemm, "fp4-m16", said=f"{WRONG}|problem.scale_b")),
-    Bug("MX rows past the last", "gemm/skinny/amd/mx_weights.h", "inside < lanes ? inside : lanes - 1", "inside",
+    Bug("MX rows past the last", "gemm/skinny/mx_weights.h", "inside < lanes ? inside : lanes - 1", "inside",
         Cases(ops.mx_gemm, "fp8-shortest", said="problem")),
     Bug("a scale for 64 values", "ops/mx_dequantize.hip", "chunk / 4", "chunk / 8",
         Cases(ops.mx_dequantize, "fp4-short", said=FOUND)),

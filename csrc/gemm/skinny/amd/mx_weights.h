@@ -2,37 +2,21 @@
 // group's scale multiplies their sums. A slice's bytes of a row are loaded together, and the scales of its steps by one
 // load: the rows' cache lines of all stages exceed L1, so loads of single steps would fetch lines again.
 #pragma once
-#include "device/mx_values.h"
-#include "gemm/skinny/grouped_operands.h"
 #include "gemm/skinny/mx_weights.h"
 
 template <class Value, int kSteps>
-struct TileOperands<Bf16Mx<Value, kSteps>> : GroupedOperands<4> {
+struct TileOperands<Bf16Mx<Value, kSteps>> : MxOperands {
   static constexpr int kWords = Value::kWords, kStepBytes = 16 * kWords;
   template <int kTiles>
   static constexpr int kSliceSteps = kSteps;
-  template <int kTiles>
-  static constexpr int kStages = 2;
 
   struct Weights {
     u32 word[mma::kLoads][kLaneRows][kWords];
     u32 scales[mma::kLoads][kLaneRows];  // a byte per step of the slice; used in its first step only
   };
 
-  // Lanes past the last rows read the last ones; their sums are not stored.
   DEVICE static Tile tile(const SkinnyProblem& p, int index) {
-    const int lane = wave::lane(), first = index * mma::kRows, lanes = p.n / kLaneRows - first;
-    const u64 first_row = u32(first) * kLaneRows;
-    Tile tile;
-    tile.scales = mem::buffer((const u8*)p.scale_b + first_row * u32(p.scale_b_row));
-#pragma unroll
-    for (int l = 0; l < mma::kLoads; ++l) {
-      const int inside = mma::row(lane, l), row = (inside < lanes ? inside : lanes - 1) * kLaneRows;
-      tile.weights[l] =
-          mem::cursor(p.b + first_row * u32(p.b_row), row * p.b_row + mma::depth(lane) / 16 * (4 * kWords));
-      tile.scales_at[l] = row * p.scale_b_row;
-    }
-    return tile;
+    return tile_from(p, index, mma::depth(wave::lane()) / 16 * (4 * kWords), 0);
   }
   // inside: the lane's K are inside. Then all K of the slice are, as K is a multiple of 128.
   DEVICE static void refill(Weights& weights, const Tile& tile, const SkinnyProblem& p, int step, int in_slice,

@@ -2,8 +2,6 @@
 // multiplied by its scale before the matrix instruction, which then adds over groups: scales are powers of two, so that
 // these products are bf16 values, in units that keep the largest in range.
 #pragma once
-#include "device/mx_values.h"
-#include "gemm/skinny/grouped_operands.h"
 #include "gemm/skinny/mx_weights.h"
 
 // Eight values of a lane's words, for vector kVec of a token, times their scale, and the tokens in the same order.
@@ -26,7 +24,7 @@ struct ScaledMx<MxE2m1> : four_bit::E2m1 {
 };
 
 template <class Value, int kSteps>
-struct TileOperands<Bf16Mx<Value, kSteps>> : GroupedOperands<4> {
+struct TileOperands<Bf16Mx<Value, kSteps>> : MxOperands {
   using Scaled = ScaledMx<Value>;
   static constexpr int kStepBytes = 16 * Value::kWords;
   static_assert(kSteps * kStepBytes == mma::kDepth);
@@ -35,8 +33,6 @@ struct TileOperands<Bf16Mx<Value, kSteps>> : GroupedOperands<4> {
   template <int kTiles>
   static constexpr int kSliceSteps = kSteps;
   template <int kTiles>
-  static constexpr int kStages = 2;
-  template <int kTiles>
   static constexpr int kResident = kTiles == 1 ? 3 : 2;
 
   struct Weights {  // of a slice, in its first step
@@ -44,19 +40,8 @@ struct TileOperands<Bf16Mx<Value, kSteps>> : GroupedOperands<4> {
     u32 scales[mma::kLoads][kLaneRows];
   };
 
-  // Lanes past the last rows read the last ones; their sums are not stored.
   DEVICE static Tile tile(const SkinnyProblem& p, int index) {
-    const int lane = wave::lane(), first = index * mma::kRows, lanes = p.n / kLaneRows - first;
-    const u64 first_row = u32(first) * kLaneRows;
-    Tile tile;
-    tile.scales = mem::buffer((const u8*)p.scale_b + first_row * u32(p.scale_b_row));
-#pragma unroll
-    for (int l = 0; l < mma::kLoads; ++l) {
-      const int inside = mma::row(lane, l), row = (inside < lanes ? inside : lanes - 1) * kLaneRows;
-      tile.weights[l] = mem::cursor(p.b + first_row * u32(p.b_row), row * p.b_row + mma::depth(lane));
-      tile.scales_at[l] = row * p.scale_b_row + mma::depth(lane) * kSteps / mma::kDepth;
-    }
-    return tile;
+    return tile_from(p, index, mma::depth(wave::lane()), mma::depth(wave::lane()) * kSteps / mma::kDepth);
   }
   // inside: the lane's K are inside. Then all K of the slice are, as K is a multiple of 128.
   DEVICE static void refill(Weights& weights, const Tile& tile, const SkinnyProblem& p, int step, int in_slice,
